@@ -133,7 +133,7 @@ def check_batch(
     Args:
         batch: the batch.
         num_devices: devices it is spread over.
-        microbatches: pieces that each device's rows are cut into.
+        microbatches: how many each device's rows are cut into.
         no_empty: why no leaf may be without elements, if none may (`compat.why_no_empty`).
 
     Raises:
@@ -279,7 +279,7 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
             # A program over the plan's mesh does not know axes that are part of an array's type.
             explicit = has_explicit_axes(leaf.sharding)
             return jax.device_put(leaf, sharding) if explicit else leaf
-        if not leaf.is_fully_addressable and _is_part(sharding, leaf.sharding):
+        if not leaf.is_fully_addressable and _is_of_all(sharding, leaf.sharding):
             return view(leaf, sharding)
         if not leaf.is_fully_addressable and leaf.sharding.device_set != sharding.device_set:
             raise BatchError(
@@ -318,7 +318,7 @@ def _told(check: Callable[[Any], Any], leaf: Any, path: str) -> Any:
         raise BatchError(f"batch: {path or 'it'} {error}") from None
 
 
-def _is_part(rank: NamedSharding, of: Any) -> bool:
+def _is_of_all(rank: NamedSharding, of: Any) -> bool:
     """Whether one rank's rows are what its devices hold of an array of all ranks."""
     return (
         isinstance(of, NamedSharding) and rank.device_set < of.device_set and rank.spec == of.spec

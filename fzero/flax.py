@@ -119,10 +119,10 @@ def from_flax(
             "from_flax: an nnx module brings its own initial values, so example arguments and rng="
             " would be ignored; pass only the module and the loss"
         )
-    parts, initial = _take_apart(module)
+    found, initial = _take_apart(module)
     specs = _flat(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
     named = (("/".join(map(str, path)), _value(spec)) for path, spec in specs)
-    return Model(initial, _loss(parts.call, loss), shard=_shard(named, axes or {}))
+    return Model(initial, _loss(found.call, loss), shard=_shard(named, axes or {}))
 
 
 def _shard(
@@ -307,7 +307,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class _NnxParts:
+class _NnxModule:
     """An nnx module taken apart: its structure in both modes, and a slot for every leaf."""
 
     graphs: Mapping[bool, Any]
@@ -347,8 +347,8 @@ def _fill(index: int, slot: _Slot, params: PyTree, ctx: Context) -> Any:
     return jnp.asarray(node)
 
 
-def _take_apart(module: Any) -> tuple[_NnxParts, tuple[PyTree, PyTree]]:
-    """An nnx module's parts and its values as read-only host copies; the module stays as it was."""
+def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
+    """An nnx module without values, and those as read-only host copies; it stays as it was."""
     from flax import nnx
 
     own = nnx.clone(module)
@@ -374,7 +374,7 @@ def _take_apart(module: Any) -> tuple[_NnxParts, tuple[PyTree, PyTree]]:
             copy.flags.writeable = False
             values[kind][slots[-1].name] = copy
     initial = _nested(values["param"]), _nested(values["buffer"])
-    return _NnxParts(graphs, tuple(slots)), initial
+    return _NnxModule(graphs, tuple(slots)), initial
 
 
 def _flat(module: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -49,9 +49,9 @@ class Mean:
 
     def __repr__(self) -> str:
         """What they are, without their values: under a trace, or on devices, there are none."""
-        parts = (f"{name}: {jnp.result_type(x).name}{list(jnp.shape(x))}"
+        numbers = (f"{name}: {jnp.result_type(x).name}{list(jnp.shape(x))}"
                  for name, x in (("total", self.total), ("count", self.count)))  # fmt: skip
-        return f"Mean({', '.join(parts)})"
+        return f"Mean({', '.join(numbers)})"
 
     @property
     def divisor(self) -> jax.Array:
@@ -307,17 +307,17 @@ def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:
         if len(out) != 2 or not isinstance(out[1], Mapping):
             raise StateError(f"loss: expected a loss, or (loss, metrics), got {_kinds(out)}")
         value, metrics = out
-    parts = (value.total, value.count) if isinstance(value, Mean) else (value,)
-    if not all(_is_real(part) and jnp.shape(part) == () for part in parts):
+    numbers = (value.total, value.count) if isinstance(value, Mean) else (value,)
+    if not all(_is_real(number) and jnp.shape(number) == () for number in numbers):
         raise StateError(
-            f"loss: expected a real scalar, or fz.Mean of two, got {_kinds(parts)}; of a loss for"
+            f"loss: expected a real scalar, or fz.Mean of two, got {_kinds(numbers)}; of a loss for"
             " each example, fz.Mean(jnp.sum(losses), jnp.float32(losses.size))"
         )
     for name, metric in metrics.items():
-        parts = (metric.total, metric.count) if isinstance(metric, Mean) else (metric,)
-        if not isinstance(name, str) or not all(map(_is_real, parts)):
+        numbers = (metric.total, metric.count) if isinstance(metric, Mean) else (metric,)
+        if not isinstance(name, str) or not all(map(_is_real, numbers)):
             raise StateError(
-                f"loss: metric {name!r} is {_kinds(parts)}: expected a name, and a real scalar or"
+                f"loss: metric {name!r} is {_kinds(numbers)}: expected a name, and a real scalar or"
                 " fz.Mean of two"
             )
     return Mean.of(value), dict(metrics)
@@ -339,7 +339,7 @@ def _kinds(values: Sequence[Any]) -> str:
     )  # fmt: skip
 
 
-def loss_parts(out: Any) -> tuple[Any, PyTree, Any]:
+def loss_output(out: Any) -> tuple[Any, PyTree, Any]:
     """What a model's loss function gave: loss, buffers and metrics.
 
     Raises:

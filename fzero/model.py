@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fzero.errors import PlanError
-from fzero.links import BufferReduce, Shard, asked_for, loss_parts, require_takes
+from fzero.links import BufferReduce, Shard, asked_for, loss_output, require_takes
 from fzero.links import Context as Context
 from fzero.links import Layer as Layer
 from fzero.links import Mean as Mean
@@ -132,7 +132,7 @@ class Model(Printed):
         def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
             require_takes(self.loss, "loss(params, buffers, batch, rng, train)", "model")
             args = (params, ctx.buffers, batch, ctx.rng, ctx.train)
-            out, buffers, metrics = loss_parts(self.loss(*args, **asked_for(self.loss, ctx)))
+            out, buffers, metrics = loss_output(self.loss(*args, **asked_for(self.loss, ctx)))
             return (out, metrics), buffers
 
         return (Layer("", None, apply, stateful=True, buffer_reduce=self.buffer_reduce),)

@@ -111,11 +111,11 @@ class Plan(Boxed):
             backward pass gathers from them alone: a number, or `host`, for the devices of a host.
             The numbers are the same. A device keeps that share of all layers per microbatch under
             way. `None`, or one group of all: weights are gathered again from where they are kept.
-        tiers: where parts of the state are kept between steps: `{"opt_state": "host"}`. Parts are
+        tiers: where fields of the state are kept between steps: `{"opt_state": "host"}`. They are
             `opt_state`, `ema`, `master` (fp32 parameters beside a compute copy), `params`; tiers:
             `host` (pinned memory), `disk`, a number (the largest leaves, until that share of the
             bytes is on the host), or a pair `("disk", 0.5)`. The rest is on the device. A step lets
-            such leaves visit the device piece by piece.
+            such leaves visit the device in turn.
         stream_bytes: the most bytes of parked leaves that visit a device at once; two such pieces
             are there at any time, one arriving or leaving while the other is used.
         update_on: where the optimizer runs: `device`, where what is parked visits it, or `host`: on
@@ -373,7 +373,7 @@ class Plan(Boxed):
             values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         values["float8"] = dataclasses.asdict(self.float8)
-        values["tiers"] = {name: list(place) for name, place in self.parked.items()}
+        values["tiers"] = {name: list(where) for name, where in self.parked.items()}
         return values
 
     @classmethod

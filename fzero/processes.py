@@ -168,7 +168,7 @@ def joined(
 
 
 def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A replicated array as seen by some of its devices, or a piece that they hold; no copy."""
+    """A replicated array as seen by some of its devices, or a shard that they hold; no copy."""
     have = {shard.device: shard.data for shard in leaf.addressable_shards}
     local = [have[device] for device in sharding.mesh.devices.flat if device in have]
     # What a device holds; undo the division by what splits it within the place.

@@ -262,8 +262,8 @@ class Quantized(LazyArray):
         if stop <= first:
             return np.zeros((0, columns.stop - columns.start), np.uint8)
         outer = slice(first // size, -(-stop // size))
-        piece = (outer, *(slice(0, n) for n in self.value.shape[1:]))
+        slices = (outer, *(slice(0, n) for n in self.value.shape[1:]))
         lazy = isinstance(self.value, LazyArray)
-        given = np.asarray(self.value.read(piece) if lazy else self.value[piece]).reshape(-1)
+        given = np.asarray(self.value.read(slices) if lazy else self.value[slices]).reshape(-1)
         start = first - outer.start * size
         return quantize(given[start : start + stop - first], self.to)[:, columns]

@@ -166,7 +166,7 @@ def num_bytes(shape: Iterable[int], dtype: Any) -> int:
 
 
 def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
-    """Bytes of a leaf, or of a piece of it that has `shape`."""
+    """Bytes of a leaf, or of a shard of it that has `shape`."""
     return num_bytes(leaf.shape if shape is None else shape, leaf.dtype)
 
 

@@ -58,19 +58,19 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
                 " jax.jvp)"
             )
         leaves, spec = torch_pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if any(leaves[i].layout != torch.strided for i in places):
+        numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if any(leaves[i].layout != torch.strided for i in numbers):
             raise TypeError("tb.wrap: expected dense tensors, got a sparse one: x.to_dense()")
-        constants = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+        constants = {i: leaf for i, leaf in enumerate(leaves) if i not in numbers}
         values_of = tuple(map(_value, constants.values()))
-        key = (spec, tuple(places), values_of)
+        key = (spec, tuple(numbers), values_of)
         run: Any = None if None in values_of else compiled.get(key)
         if run is None:
             # An array may be written to later, and the function traced again.
             kept = {i: x.copy() if isinstance(x, np.ndarray) else x for i, x in constants.items()}
 
             def run(arrays: Sequence[Any]) -> Any:
-                found: dict[int, Any] = {**kept, **dict(zip(places, arrays, strict=True))}
+                found: dict[int, Any] = {**kept, **dict(zip(numbers, arrays, strict=True))}
                 values = [found[i] for i in range(len(found))]
                 given, named = torch_pytree.tree_unflatten(values, spec)
                 return jax_fn(*given, **named)
@@ -79,7 +79,7 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
                 run = compiled[key] = jax.jit(run)
         structure: list[Any] = []
         call: Any = _BridgedCall.apply
-        made = call(run, structure, *(leaves[i] for i in places))
+        made = call(run, structure, *(leaves[i] for i in numbers))
         return jax.tree.unflatten(structure[0], made)
 
     return function
@@ -142,12 +142,12 @@ class _BridgedCall(torch.autograd.Function):
         found = ctx.pullback(jax.tree.unflatten(ctx.treedef, cotangents))
         out: list[Any] = [None] * ctx.num
         made = [
-            _tensor(_turned(gradient), [saved[place]]).to(saved[place].dtype)
-            for place, gradient in zip(ctx.wanted, found, strict=True)
+            _tensor(_turned(gradient), [saved[number]]).to(saved[number].dtype)
+            for number, gradient in zip(ctx.wanted, found, strict=True)
         ]
         given = [*saved, *(gradient for gradient in gradients if gradient is not None)]
-        for place, plain in zip(ctx.wanted, _of_their_own(made, given), strict=True):
-            out[place] = _once(plain) if torch.is_grad_enabled() else plain
+        for number, plain in zip(ctx.wanted, _of_their_own(made, given), strict=True):
+            out[number] = _once(plain) if torch.is_grad_enabled() else plain
         return (None, None, *out)
 
 

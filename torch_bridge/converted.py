@@ -202,7 +202,7 @@ class Converted(Printed):
         rng: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """The output leaves and the buffers that were written."""
-        inside = self.names.place_of()
+        inside = self.names.row_of()
         stacked = {one.name: one.name for one in self.names.stacked if one.is_param}
         kept = {one.name: one.name for one in self.names.stacked if not one.is_param}
         alone = {p: name for p, name in mode.params.items() if name not in inside} | stacked

@@ -15,7 +15,7 @@ from torch_bridge.export.watch import untouched
 
 
 def require_mean(
-    module: torch.nn.Module, loss: Callable[..., Any], example: Any, parts: int
+    module: torch.nn.Module, loss: Callable[..., Any], example: Any, times: int
 ) -> bool:
     """Refuse a loss that sums rows, and warn of one in which they count differently.
 
@@ -26,9 +26,9 @@ def require_mean(
         Whether it could be looked at.
     """
     *inputs, target = example if isinstance(example, tuple) else (None,)
-    if parts == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
+    if times == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
         return False
-    size = len(target) // parts
+    size = len(target) // times
     if not size:
         return False
 
@@ -40,20 +40,20 @@ def require_mean(
             with FakeTensorMode(allow_non_fake_inputs=True):
                 shapes = module(*inputs)
             out = tree_map(_made_up, shapes)
-            whole, again = of(0, size * parts), of(0, size * parts)
-            each = [of(size * part, size * (part + 1)) for part in range(parts)]
+            whole, again = of(0, size * times), of(0, size * times)
+            each = [of(size * number, size * (number + 1)) for number in range(times)]
     except Exception:  # what it cannot be asked it is not asked
         return False
     if whole != again or np.isclose(whole, np.mean(each), rtol=1e-3, atol=1e-6):
         return whole == again
     if np.isclose(whole, np.sum(each), rtol=1e-3, atol=1e-6):
         raise ConversionError(
-            f"fit: the loss is a sum over rows, of which each of {parts} devices and microbatches"
+            f"fit: the loss is a sum over rows, of which each of {times} devices and microbatches"
             ' has its share: a mean of these is taken. Use reduction="mean"'
         )
     warn(
         "fit: rows count differently in this loss (labels that are ignored, weights of classes, or"
-        f" rows that are compared): it is the mean of {parts} losses, one for each device and"
+        f" rows that are compared): it is the mean of {times} losses, one for each device and"
         " microbatch, as under DDP, and not that of the whole batch. plan=fz.Plan(data=1) has the"
         " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)"
     )

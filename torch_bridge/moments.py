@@ -171,8 +171,8 @@ def other_state(converted: Converted | ConvertedSequential, opt_state: Any, besi
 
     def moment(path: str) -> _Moment | None:
         """Whose leaf it is: of the parameter whose path its own ends with."""
-        parts = path.split("/")
-        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        words = path.split("/")
+        ends = ("/".join(words[i:]) for i in range(len(words)))
         return next((params[end] for end in ends if end in params), None)
 
     others = []

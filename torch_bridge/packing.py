@@ -64,7 +64,7 @@ def pack(
         wanted = ids if own is None else _labels(number, np.asarray(own), ids)
         if ids.size:
             kept.append((ids, wanted))
-    found = places([ids.size for ids, _ in kept], length, alone)
+    found = rows_of([ids.size for ids, _ in kept], length, alone)
     if rows is not None and len(found) > rows:
         raise BatchError(
             f"pack: the documents take {len(found)} rows of {length} tokens, but rows={rows}; give"
@@ -75,7 +75,7 @@ def pack(
     return filled(whole, length, pad, ignore_index)
 
 
-def places(sizes: Iterable[int], length: int, alone: bool = False) -> list[list[int]]:
+def rows_of(sizes: Iterable[int], length: int, alone: bool = False) -> list[list[int]]:
     """Which documents are in which row: each in the first one that has room for it.
 
     Args:
@@ -91,13 +91,13 @@ def places(sizes: Iterable[int], length: int, alone: bool = False) -> list[list[
     room = np.zeros(64, np.int64)
     for number, size in enumerate(sizes):
         fits = room[: len(found)] >= size
-        place = len(found) if alone or not fits.any() else int(np.argmax(fits))
-        if place == len(found):
-            room = np.pad(room, (0, len(room))) if place == len(room) else room
+        row = len(found) if alone or not fits.any() else int(np.argmax(fits))
+        if row == len(found):
+            room = np.pad(room, (0, len(room))) if row == len(room) else room
             found.append([])
-            room[place] = length
-        found[place].append(number)
-        room[place] -= size
+            room[row] = length
+        found[row].append(number)
+        room[row] -= size
     return found
 
 

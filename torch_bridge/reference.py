@@ -68,12 +68,12 @@ _PROBABILITY = {
 
 def _silenced(operator: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an operator with its dropout probability set to 0."""
-    place, name = _PROBABILITY.get(operator, (0, ""))
+    index, name = _PROBABILITY.get(operator, (0, ""))
     args, kwargs = list(args), dict(kwargs)
     if name in kwargs:
         kwargs[name] = 0.0
-    elif name and len(args) > place:
-        args[place] = 0.0
+    elif name and len(args) > index:
+        args[index] = 0.0
     return tuple(args), kwargs
 
 

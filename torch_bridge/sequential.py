@@ -174,16 +174,16 @@ def sequential(
         >>> [layer.name for layer in chain.model.layers], sorted(chain.params["0"])
         (['0', '1', 'loss'], ['bias', 'weight'])
     """
-    parts = _parts(modules, names)
+    children = _children(modules, names)
     source = root  # what gives the leaves their names in a `state_dict`
     if source is None and isinstance(modules, torch.nn.Sequential):
         source = modules
     elif source is None:
-        source = torch.nn.Sequential(OrderedDict(parts))
+        source = torch.nn.Sequential(OrderedDict(children))
     layout = read_layout(source)
     refuse_shared(layout)
-    converted = _convert_each(parts, example_args)
-    found = [find_leaves(source, layout, part) for part in parts.values()]
+    converted = _convert_each(children, example_args)
+    found = [find_leaves(source, layout, child) for child in children.values()]
     places = _places(layout, converted, found)
     if root is not None:
         _check_root(layout, places)
@@ -200,7 +200,7 @@ def sequential(
     return ConvertedSequential(model, params, buffers, layout, masters, converted, places)
 
 
-def _parts(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.Module]:
+def _children(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.Module]:
     """The modules, by a legal layer name for each."""
     own: list[str] | None = None
     if isinstance(modules, torch.nn.Sequential):
@@ -212,19 +212,19 @@ def _parts(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.Modu
             f" {type(modules).__name__}, whose forward may do anything. Pass the modules that it"
             " calls one after the other, or use tb.convert"
         )
-    parts = list(modules)
-    for index, part in enumerate(parts):
-        if not isinstance(part, torch.nn.Module):
+    children = list(modules)
+    for index, child in enumerate(children):
+        if not isinstance(child, torch.nn.Module):
             raise ConversionError(
-                f"sequential: item {index} is a {type(part).__name__}, expected a torch.nn.Module;"
+                f"sequential: item {index} is a {type(child).__name__}, expected a torch.nn.Module;"
                 " put functions into the forward of one"
             )
-    if not parts:
+    if not children:
         raise ConversionError("sequential: expected at least one module, got none")
-    labels = list(names) if names is not None else own or [str(i) for i in range(len(parts))]
-    if len(labels) != len(parts):
+    labels = list(names) if names is not None else own or [str(i) for i in range(len(children))]
+    if len(labels) != len(children):
         raise ConversionError(
-            f"sequential: {len(labels)} names for {len(parts)} modules; expected one for each"
+            f"sequential: {len(labels)} names for {len(children)} modules; expected one for each"
         )
     bad = [n for n in labels if not n or n == "loss" or "/" in n or (own is None and "." in n)]
     if bad or len(set(labels)) < len(labels):
@@ -232,7 +232,7 @@ def _parts(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.Modu
             f"sequential: layer names {labels}: expected different, non-empty names without '/'"
             " and '.', none of them 'loss'; pass names=[...]"
         )
-    return dict(zip(labels, parts, strict=True))
+    return dict(zip(labels, children, strict=True))
 
 
 def _refuse_own_forward(module: torch.nn.Sequential) -> None:
@@ -246,23 +246,23 @@ def _refuse_own_forward(module: torch.nn.Sequential) -> None:
 
 
 def _convert_each(
-    parts: Mapping[str, torch.nn.Module], example_args: tuple[Any, ...]
+    children: Mapping[str, torch.nn.Module], example_args: tuple[Any, ...]
 ) -> dict[str, Converted]:
     """Each module converted with what the one before it gives."""
     # Copies, because a module may write to what it is given.
     args = torch_pytree.tree_map_only(torch.Tensor | np.ndarray | jax.Array, to_torch, example_args)
     found: dict[str, Converted] = {}
-    for label, part in parts.items():
-        where = f"module {label!r} ({type(part).__name__})"
+    for label, child in children.items():
+        where = f"module {label!r} ({type(child).__name__})"
         try:
-            found[label] = convert(part, *args, roll=False)
+            found[label] = convert(child, *args, roll=False)
         except ConversionError as error:
             raise ConversionError(f"{where}: {error}") from error
-        if len(found) == len(parts):
+        if len(found) == len(children):
             break
         try:
-            with untouched(part, False), torch.no_grad():
-                args = (part(*args),)
+            with untouched(child, False), torch.no_grad():
+                args = (child(*args),)
         except Exception as error:
             raise ConversionError(f"{where} cannot run on the example: {error}") from error
     return found

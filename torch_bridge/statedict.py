@@ -334,7 +334,7 @@ def fit_leaves(
 def _before(names: Iterable[str], known: Collection[str]) -> str:
     """What most names of a file begin with in addition to the module's, if most do."""
     names = list(names)
-    ends = (((parts := name.split("."))[:i], parts[i:]) for name in names
+    ends = (((words := name.split("."))[:i], words[i:]) for name in names
             for i in range(1, name.count(".") + 1))  # fmt: skip
     found = Counter(".".join(head) for head, tail in ends if ".".join(tail) in known)
     (prefix, count), *_ = found.most_common(1) or [("", 0)]

@@ -134,14 +134,14 @@ def fit(
         steps = _most_steps(loader, epochs, scheduler)
         tx = as_optax(optimizer, converted, scheduler, num_steps=steps, unread=unread)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
-    parts = layout(model, tx, plan).batch_multiple
-    looked = callable(loss) and require_mean(module, loss, called_with_batch(first), parts)
+    times = layout(model, tx, plan).batch_multiple
+    looked = callable(loss) and require_mean(module, loss, called_with_batch(first), times)
     hyper, began = _hyper(optimizer), None
     done = 0
     for epoch in range(epochs):
         given = None
         for given in itertools.chain([first], batches) if epoch == 0 else loader:
-            whole = _whole_rows(batch(given), parts)
+            whole = _whole_rows(batch(given), times)
             if whole is None:
                 continue
             with looked_at(looked):
@@ -160,15 +160,15 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
-    _end(began, _told(module, traced), parts)
+    _end(began, _told(module, traced), times)
     return (state, load_into(given_module, state)) if trained_module else state
 
 
-def _end(began: Any, ended: Any, parts: int) -> None:
+def _end(began: Any, ended: Any, times: int) -> None:
     """Refuse to have taken no step, and warn of what changed since the first one."""
     if began is None:
         raise ConversionError(
-            f"fit: no step was taken: no batch has {parts} rows, one for each device and microbatch"
+            f"fit: no step was taken: no batch has {times} rows, one for each device and microbatch"
         )
     if changed := sorted(moved(began, ended)):
         warn(
@@ -302,9 +302,9 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     return made
 
 
-def _whole_rows(tree: Any, parts: int) -> Any:
+def _whole_rows(tree: Any, times: int) -> Any:
     """A batch without the rows at its end that devices could not share; None if none are left."""
-    if parts == 1:
+    if times == 1:
         return tree
     sizes = {len(leaf) if np.ndim(leaf) else None for leaf in jax.tree.leaves(tree)}
     if len(sizes) != 1 or None in sizes:
@@ -314,11 +314,11 @@ def _whole_rows(tree: Any, parts: int) -> Any:
             " to have as many. Give what belongs to no row to the module (a buffer)"
         )
     rows = sizes.pop() or 0
-    kept = rows - rows % parts
+    kept = rows - rows % times
     if kept != rows:
         warn(
             f"fit: {rows - kept} of {rows} rows of a batch are left out: devices and microbatches"
-            f" take multiples of {parts}. Use DataLoader(..., drop_last=True), or another size"
+            f" take multiples of {times}. Use DataLoader(..., drop_last=True), or another size"
         )
     if kept == rows:
         return tree

@@ -49,8 +49,8 @@ class ShardsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         raise NotImplementedError("checkpoints are written in the background")
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        """Nothing: leaves are read piece by piece."""
-        raise NotImplementedError("leaves are read piece by piece")
+        """Nothing: leaves are read slice by slice."""
+        raise NotImplementedError("leaves are read slice by slice")
 
 
 @ocp.args.register_with_handler(ShardsHandler, for_save=True, for_restore=True)

@@ -73,7 +73,7 @@ def restore(
         plan: the plan wanted.
         number: which checkpoint; the newest by default.
         devices: devices to use; all by default.
-        fields: which parts of the state are taken, of `FIELDS`; all by default. The others are new,
+        fields: which of the state's are taken, of `FIELDS`; all by default. The others are new,
             as `fz.init` makes them: `("params", "buffers")` starts another training, with any
             optimizer, from these weights. Averages (`ema`) that the checkpoint has not begin at its
             parameters; those that the plan has not are left out.
@@ -229,8 +229,8 @@ class _StoredState:
 
     def _require_roots(self, paths: Collection[str]) -> None:
         """Raises `CheckpointError` if what shall stay new is neither here nor there."""
-        parts = [path.partition("/") for path in paths]
-        known = sorted({inner for field, _, inner in parts if field in ("params", "buffers")})
+        split = [path.partition("/") for path in paths]
+        known = sorted({inner for field, _, inner in split if field in ("params", "buffers")})
         for root in self.fresh:
             if not any(f"{path}/".startswith(f"{root}/") for path in known):
                 raise CheckpointError(
@@ -282,14 +282,14 @@ class _StoredState:
     def _as_written(self, path: str, kept: Kept) -> Kept:
         """How a leaf was kept: with the padding of its own parts, whatever plan `save` was given.
 
-        Which parts, earlier versions did not write: those of the plan.
+        How many ways, earlier versions did not write: those of the plan.
         """
         found = self.about.leaves.get(path)
         by_hand = path not in self.meta.get("ways", ()) and found and found[0] == kept.stored
         if "ways" not in self.meta or by_hand:  # filled up as the plan has it, but not divided
             return kept
-        parts = self.meta["ways"].get(path, (1,) * len(kept.shape))
-        return dataclasses.replace(kept, stored=filled_up(kept.shape, parts))
+        ways = self.meta["ways"].get(path, (1,) * len(kept.shape))
+        return dataclasses.replace(kept, stored=filled_up(kept.shape, ways))
 
     def _takes(self, path: str) -> bool:
         """Whether a leaf is taken out of the checkpoint."""
@@ -452,7 +452,7 @@ class _StoredState:
 
 
 class _File(LazyArray):
-    """An array of a checkpoint, of which pieces are read."""
+    """An array of a checkpoint, of which slices are read."""
 
     def __init__(
         self, where: dict[str, Any], shape: tuple[int, ...], dtype: str, context: Any

@@ -21,7 +21,7 @@ from fzero.tree import leaf_bytes
 
 
 FOLDER = "parts"  # as checkpoints have it
-# A chunk is compressed in memory, and read whole for any piece of it.
+# A chunk is compressed in memory, and read whole for any slice of it.
 CHUNK_BYTES = 64 * 2**20
 _Shards = list[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]
 
@@ -42,7 +42,7 @@ class Shards:
 
 
 def shards_of(leaf: Any) -> Shards:
-    """What this process writes of an array: of each piece, one process's first copy.
+    """What this process writes of an array: of each shard, one process's first copy.
 
     Args:
         leaf: an array on devices, or one that every process has on its host.
@@ -73,7 +73,7 @@ def shards_path(folder: PurePath, key: str) -> dict[str, Any]:
 
 
 def _own_shards(leaf: jax.Array) -> _Shards:
-    """The shards that this process writes: of each piece, one process's first copy."""
+    """The shards that this process writes: of each shard, one process's first copy."""
     return [
         (shard.index, np.array(shard.data))
         for shard in leaf.addressable_shards

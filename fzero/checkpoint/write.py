@@ -35,7 +35,7 @@ from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
-from fzero.sharding.relayout import parts_of
+from fzero.sharding.relayout import ways_of
 from fzero.state.require import require_alive, require_arrays, require_on_mesh
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
@@ -141,7 +141,7 @@ def save(
         "padded": dict(state.padded),
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
-        "ways": {p: ways for p, x in leaves.items() if max(ways := parts_of(x), default=1) > 1},
+        "ways": {p: ways for p, x in leaves.items() if max(ways := ways_of(x), default=1) > 1},
         "rng": [
             str(jax.random.key_impl(state.rng)),
             np.asarray(jax.random.key_data(state.rng)).tolist(),

@@ -138,18 +138,18 @@ def _requirements() -> dict[str, str]:
 
 def _within(here: str, wants: str) -> bool:
     """Whether a version is in a range of `>=` and `<`; of others nothing is said."""
-    for part in wants.split(","):
-        bound = _numbers(part.lstrip("<>=! "))
-        if part.startswith(">=") and _numbers(here) < bound:
+    for limit in wants.split(","):
+        bound = _numbers(limit.lstrip("<>=! "))
+        if limit.startswith(">=") and _numbers(here) < bound:
             return False
-        if part.startswith("<") and not part.startswith("<=") and _numbers(here) >= bound:
+        if limit.startswith("<") and not limit.startswith("<=") and _numbers(here) >= bound:
             return False
     return True
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split("."))
-    return tuple(int(part) for part in digits if part)
+    digits = ("".join(c for c in word if c.isdigit()) for word in text.split("+")[0].split("."))
+    return tuple(int(word) for word in digits if word)
 
 
 def _variables() -> Iterator[Finding]:

@@ -65,7 +65,7 @@ def parse_cost(text: str) -> Cost:
         2.5
     """
     values: dict[str, float] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
+    for pair in filter(None, (entry.strip() for entry in text.split(","))):
         key, equals, value = pair.partition("=")
         try:
             number = float(value)
@@ -227,7 +227,7 @@ def comparison(ranks: int, microbatches: int, cost: Cost) -> Table:
         built = schedule(
             builder.name, stages=ranks * chunks, microbatches=microbatches, chunks=chunks
         )
-        part = Cost(
+        divided = Cost(
             f=cost.f,
             b=cost.b,
             i=cost.i,
@@ -235,7 +235,7 @@ def comparison(ranks: int, microbatches: int, cost: Cost) -> Table:
             send=cost.send,
             per_stage=(1 / chunks,) * (ranks * chunks),
         )
-        timeline = simulate(built, part)
+        timeline = simulate(built, divided)
         spans = zip(timeline.idle_s_in_span_per_rank, timeline.span_s_per_rank, strict=True)
         table.add_row(
             builder.name,
@@ -244,7 +244,7 @@ def comparison(ranks: int, microbatches: int, cost: Cost) -> Table:
             f"{100 * max(idle / span if span else 0.0 for idle, span in spans):.1f}",
             f"{max(timeline.peak_live_per_rank) / chunks:g}",
             f"{timeline.makespan_s:g}",
-            f"{simulate(built, part, mode='lockstep').makespan_s:g}",
+            f"{simulate(built, divided, mode='lockstep').makespan_s:g}",
             check(built).deadlock_free[-1],
         )
     return table

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.errors import PlanError
 from fzero.exchange.blocks import joined_heads
-from fzero.exchange.fused import fused_attention
+from fzero.exchange.cudnn import fused_attention
 from fzero.exchange.ring import Ring, ring_attention
 
 
@@ -125,12 +125,12 @@ def _check(
 def _exchange(wanted: str, q: jax.Array, groups: int, ring: Ring) -> str:
     """`ring` or `heads`, whichever is asked for or sends less."""
     length, size = q.shape[1], ring.size
-    pieces = 2 * size if ring.zigzag else size
-    can = {"ring": not length % pieces, "heads": not length % size and not groups % size}
+    chunks = 2 * size if ring.zigzag else size
+    can = {"ring": not length % chunks, "heads": not length % size and not groups % size}
     if length % size or not (can["ring"] or can["heads"]) or not can.get(wanted, True):
         raise PlanError(
             f"attention: {ring.axis}={size} with {length} positions and {groups} groups of heads:"
-            f" exchange='ring' takes positions that divide by {pieces}, 'heads' positions and"
+            f" exchange='ring' takes positions that divide by {chunks}, 'heads' positions and"
             f" groups that divide by {size}; pad the sequence, choose another size of the axis, or"
             " the other exchange"
         )

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.exchange import fused
+from fzero.exchange import cudnn
 
 
 # Lower than any score; its differences are finite.
@@ -86,11 +86,11 @@ class CudnnBlocks:
     def possible(self, q: Any, k: Any, v: Any) -> bool:
         """Whether the program that is traced is for a GPU that has the kernel."""
         heads = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] * q.shape[3], q.shape[4]), q.dtype)
-        return fused.can_fuse(heads, k, v, causal=self.causal, window=None)
+        return cudnn.can_fuse(heads, k, v, causal=self.causal, window=None)
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `Plain.forward`."""
-        out, level = fused.block(joined_heads(q), k, v, causal=self.causal, scale=self.scale)
+        out, level = cudnn.block(joined_heads(q), k, v, causal=self.causal, scale=self.scale)
         return out.reshape(*q.shape[:-1], -1), jnp.swapaxes(level, 1, 2).reshape(q.shape[:-1])
 
     def backward(
@@ -100,7 +100,7 @@ class CudnnBlocks:
         """As `Plain.backward`."""
         rows = jnp.swapaxes(level.reshape(*level.shape[:2], -1), 1, 2)
         heads, out, given = map(joined_heads, (q, out, given))
-        dq, dk, dv = fused.gradients(
+        dq, dk, dv = cudnn.gradients(
             heads, k, v, out, rows, given, causal=self.causal, scale=self.scale
         )
         return dq.reshape(q.shape), dk, dv

@@ -194,8 +194,8 @@ class _Mixture:
             out = self._here(weights, x, gates.reshape(-1), of, order)
         else:
             out = _in_rounds(self, weights, x, gates.reshape(-1), of, order)
-        parts = out.reshape(*chosen.shape, -1)
-        return jnp.sum(parts, axis=1).astype(x.dtype), dropped
+        outputs = out.reshape(*chosen.shape, -1)
+        return jnp.sum(outputs, axis=1).astype(x.dtype), dropped
 
     def _within(self, of: jax.Array, order: jax.Array) -> jax.Array:
         """Which choices their experts take."""
@@ -210,9 +210,9 @@ class _Mixture:
             earlier = jnp.arange(everywhere.shape[0]) < jax.lax.axis_index(over)
             first = jnp.sum(jnp.where(earlier[:, None], everywhere, 0), axis=0)
             blocks = math.prod(jax.lax.axis_size(axis) for axis in over if axis in AXES)
-        place = _inverse(order)
+        position = _inverse(order)
         most = math.ceil(self.capacity * self.tokens * blocks * self.k / self.num)
-        return real & (place - before[of] + first[of] < most)
+        return real & (position - before[of] + first[of] < most)
 
     def _over(self) -> tuple[str, ...]:
         """All mesh axes that tokens are spread over, outermost first."""
@@ -249,12 +249,12 @@ class _Mixture:
         self, number: Any, weights: PyTree, x: jax.Array, gates: jax.Array, of: jax.Array,
         order: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        """Results of the choices that travel in a round, at their places; 0 for all others."""
+        """Results of the choices that travel in a round, at their positions; 0 for all others."""
         counts, each = self._counts(of), self.num // self.devices
         slot = number * self.room + jnp.arange(self.room)
         sent = slot < counts[:, None]
-        place = (jnp.cumsum(counts) - counts)[:, None] + slot
-        choice = order[jnp.minimum(place, of.size - 1)]
+        position = (jnp.cumsum(counts) - counts)[:, None] + slot
+        choice = order[jnp.minimum(position, of.size - 1)]
         given = x[choice // self.k], gates[choice], of[choice] % each
         fill = jnp.zeros((), x.dtype), jnp.zeros((), gates.dtype), jnp.int32(each)
         rows, weight, own = [
@@ -271,10 +271,10 @@ class _Mixture:
         return whole.at[to].set(back, mode="drop")
 
 
-def _exchanged(pieces: jax.Array) -> jax.Array:
-    """The first of every device's pieces for the first device, and so on; in one dim."""
-    out = jax.lax.all_to_all(pieces, EXPERT, split_axis=0, concat_axis=0, tiled=True)
-    return out.reshape(-1, *pieces.shape[2:])
+def _exchanged(chunks: jax.Array) -> jax.Array:
+    """The first of every device's chunks for the first device, and so on; in one dim."""
+    out = jax.lax.all_to_all(chunks, EXPERT, split_axis=0, concat_axis=0, tiled=True)
+    return out.reshape(-1, *chunks.shape[2:])
 
 
 def _inverse(order: jax.Array) -> jax.Array:

@@ -5,8 +5,8 @@ ones it has are computed with. What each block gives is put together by its log-
 result is the softmax over all keys. The backward pass goes round once more, and the gradients of
 keys and values travel with them; nothing of a block is kept but the log-sum-exp of its rows.
 
-A causal sequence in `n` pieces gives the first device 1 block to compute and the last one `n`. So
-pieces are cut in two first and dealt out again in a zigzag, device `i` having `i` and `2n - 1 - i`:
+A causal sequence in `n` shards gives the first device 1 block to compute and the last one `n`. So
+shards are cut in two first and dealt out again in a zigzag, device `i` having `i` and `2n - 1 - i`:
 then each device computes two of the smaller blocks in each round (three in the first).
 
 Source: Ring Attention, arXiv:2310.01889, section 3; the balanced order is that of Llama 3's
@@ -29,7 +29,7 @@ from fzero.exchange.blocks import LOW, CudnnBlocks, Plain
 
 @dataclass(frozen=True)
 class Ring:
-    """How pieces of a sequence go round.
+    """How shards of a sequence go round.
 
     Args:
         axis: the mesh axis, over which the `shard_map` at hand is manual.
@@ -47,11 +47,11 @@ class Ring:
 
     @property
     def zigzag(self) -> bool:
-        """Whether pieces are cut in two and dealt out. A window is balanced as it is."""
+        """Whether shards are cut in two and dealt out. A window is balanced as it is."""
         return self.causal and self.window is None
 
     def rounds(self, length: int) -> list[int]:
-        """By how many places keys have been moved on in each round; `length` is a piece's."""
+        """By how many devices keys have been moved on in each round; `length` is a shard's."""
         if self.window is None:
             return list(range(self.size))
         reach = min(-(-self.window // length), self.size - 1)
@@ -61,26 +61,26 @@ class Ring:
         return back + [r for r in range(self.size - reach, self.size) if r > reach]
 
     def blocks(self, moved: int) -> list[tuple[Any, Any]]:
-        """Which parts of the queries meet which parts of the keys in a round."""
+        """Which chunks of the queries meet which chunks of the keys in a round."""
         if not self.zigzag:
             return [(0, 0)]
         if not moved:
             return [(0, 0), (1, 0), (1, 1)]
-        # Keys of a device before this one: both parts of the queries see the first part of the
-        # keys. Of one behind: the second part of the queries sees all keys.
+        # Keys of a device before this one: both chunks of the queries see the first chunk of the
+        # keys. Of one behind: the second chunk of the queries sees all keys.
         behind = (jax.lax.axis_index(self.axis) < moved).astype(jnp.int32)
         return [(1, 0), (behind, behind)]
 
     def positions(self, length: int, moved: int = 0) -> jax.Array:
-        """The places in the whole sequence of parts of `length`: `(parts, length)`.
+        """The positions in the whole sequence of chunks of `length`: `(chunks, length)`.
 
         Args:
-            length: of each part.
-            moved: by how many places the parts have been moved on.
+            length: of each chunk.
+            moved: by how many devices the chunks have been moved on.
         """
         home = (jax.lax.axis_index(self.axis) - moved) % self.size
-        parts = [home, 2 * self.size - 1 - home] if self.zigzag else [home]
-        return jnp.stack(parts)[:, None] * length + jnp.arange(length)
+        chunks = [home, 2 * self.size - 1 - home] if self.zigzag else [home]
+        return jnp.stack(chunks)[:, None] * length + jnp.arange(length)
 
     def seen(self, at: Any, to: Any, own: Any, other: Any, moved: int) -> Any:
         """Which keys a block's queries see; `None` for all.
@@ -90,7 +90,7 @@ class Ring:
             to: of the keys.
             own: segments of the queries, or `None`.
             other: of the keys.
-            moved: by how many places the keys have been moved on.
+            moved: by how many devices the keys have been moved on.
         """
         far = at[:, None] - to[None, :]
         seen = None
@@ -106,7 +106,7 @@ class Ring:
         return seen
 
     def deal(self, block: jax.Array) -> jax.Array:
-        """A piece as its parts `(parts, batch, length, ...)`, dealt out if need be."""
+        """A shard as its chunks `(chunks, batch, length, ...)`, dealt out if need be."""
         if not self.zigzag:
             return block[None]
         first, second = jnp.split(block, 2, axis=1)
@@ -116,11 +116,11 @@ class Ring:
         )
         return self._ordered(first, second)
 
-    def collect(self, parts: jax.Array) -> jax.Array:
-        """The piece again: undoes `deal`."""
+    def collect(self, chunks: jax.Array) -> jax.Array:
+        """The shard again: undoes `deal`."""
         if not self.zigzag:
-            return parts[0]
-        first, second = self._ordered(parts[0], parts[1])
+            return chunks[0]
+        first, second = self._ordered(chunks[0], chunks[1])
         first = jax.lax.ppermute(first, self.axis, [(self._home(2 * i), i) for i in self._all])
         second = jax.lax.ppermute(
             second, self.axis, [(self._home(2 * i + 1), i) for i in self._all]
@@ -131,17 +131,17 @@ class Ring:
     def _all(self) -> range:
         return range(self.size)
 
-    def _home(self, part: int) -> int:
-        """The device that a part is dealt to."""
-        return min(part, 2 * self.size - 1 - part)
+    def _home(self, chunk: int) -> int:
+        """The device that a chunk is dealt to."""
+        return min(chunk, 2 * self.size - 1 - chunk)
 
     def _ordered(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """Devices with odd numbers have their earlier part from the others' second ones."""
+        """Devices with odd numbers have their earlier chunk from the others' second ones."""
         odd = jax.lax.axis_index(self.axis) % 2 == 1
         return jnp.stack([jnp.where(odd, second, first), jnp.where(odd, first, second)])
 
     def moved_on(self, tree: Any, hops: int) -> Any:
-        """Every leaf from the device that is so many places before this one, in one transfer.
+        """Every leaf from the device that is so many devices before this one, in one transfer.
 
         (XLA has one under way at a time: of several, only one would run beside a round's work.)
         """
@@ -151,9 +151,9 @@ class Ring:
         pairs = [(i, (i + hops) % self.size) for i in self._all]
         words = [_words(leaf) for leaf in leaves]
         sent = jax.lax.ppermute(jnp.concatenate(words), self.axis, pairs)
-        ends = list(itertools.accumulate(part.size for part in words))[:-1]
-        parts = jnp.split(sent, ends)
-        return jax.tree.unflatten(form, map(_of_words, parts, leaves))
+        ends = list(itertools.accumulate(word.size for word in words))[:-1]
+        arrays = jnp.split(sent, ends)
+        return jax.tree.unflatten(form, map(_of_words, arrays, leaves))
 
 
 def ring_attention(
@@ -171,13 +171,13 @@ def ring_attention(
     Returns:
         `(batch, length, groups, heads of a group, features of v)`, in the dtype of `q`.
     """
-    parts = [ring.deal(x) for x in (q, k, v)]
+    dealt = [ring.deal(x) for x in (q, k, v)]
     segments = None if segments is None else ring.deal(segments)
-    return ring.collect(_parts(*parts, segments, ring))
+    return ring.collect(_attend(*dealt, segments, ring))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _parts(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> jax.Array:
     return _forward(q, k, v, own, ring)[0]
 
 
@@ -226,7 +226,7 @@ def _backward(ring: Ring, residuals: Any, given: jax.Array) -> Any:
     return dq.astype(q.dtype), dk, dv, None
 
 
-_parts.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _rounds(q: jax.Array, ring: Ring) -> Iterator[tuple[int, int]]:

@@ -190,19 +190,19 @@ class Follow:
         if len(many) > 1 or any(v.layer for v in operands):
             raise _Mixes
         like = next(v for v in operands if v.stack)
-        parts: list[Ref] = []
+        items: list[Ref] = []
         for value in operands:
-            ref = self._part(value)
+            ref = self._ref(value)
             if not value.stack and self.terms.shapes[value.term] != ():
                 scalar = self.terms.source(ref, "full")
                 if scalar is None:
                     raise _Mixes
                 ref = scalar
-            parts.append(ref)
-        return replace(like, term=self.terms.elementwise(key, parts, self._own(like, shape))[0])
+            items.append(ref)
+        return replace(like, term=self.terms.elementwise(key, items, self._own(like, shape))[0])
 
-    def _part(self, value: TermValue) -> Ref:
-        """A value as part of a term: of one layer, if it has layers."""
+    def _ref(self, value: TermValue) -> Ref:
+        """How a term reads a value: of one layer, if it has layers."""
         return value.term, self.terms.own(value.stack)
 
     def _own(self, value: TermValue, shape: Shape) -> Shape:
@@ -213,7 +213,7 @@ class Follow:
     def _reduce(self, name: str, axes: Sequence[int], value: TermValue) -> TermValue:
         dim, inner = value.dim, value.inner
         own = [a - (a > dim and not inner) for a in axes if a != dim or inner]
-        term, _ = self.terms.reduce(name, own, self._part(value))
+        term, _ = self.terms.reduce(name, own, self._ref(value))
         if dim not in axes:
             return replace(value, term=term).at(dim - sum(a < dim for a in axes), inner)
         stack = str(value.stack)
@@ -228,7 +228,7 @@ class Follow:
                 continue
             moved = value.at(dim, 0 if size == rows else size // rows)
             own = self._own(moved, shape)
-            return replace(moved, term=self.terms.reshape(self._part(value), own)[0])
+            return replace(moved, term=self.terms.reshape(self._ref(value), own)[0])
         raise _Mixes
 
     def _broadcast(self, value: TermValue, shape: Shape, dims: tuple[int, ...]) -> TermValue:
@@ -236,7 +236,7 @@ class Follow:
             raise _Mixes
         moved = value.at(dims[value.dim])
         own = tuple(d - (d > moved.dim) for d in dims if d != moved.dim)
-        ref = self.terms.broadcast(self._part(value), self._own(moved, shape), own)
+        ref = self.terms.broadcast(self._ref(value), self._own(moved, shape), own)
         return replace(moved, term=ref[0])
 
     def _transpose(self, value: TermValue, permutation: tuple[int, ...]) -> TermValue:
@@ -246,7 +246,7 @@ class Follow:
         was = self.terms.shapes[value.term]
         shape = tuple(was[p] for p in own)
         key = "transpose", frozen({"permutation": own}), 0
-        ref = self.terms.made(key, [self._part(value)], shape)
+        ref = self.terms.made(key, [self._ref(value)], shape)
         return replace(value, term=ref[0]).at(permutation.index(value.dim))
 
     def _inner_product(self, params: Any, operands: Sequence[TermValue], shape: Shape) -> TermValue:
@@ -258,7 +258,7 @@ class Follow:
         if not alike or batch or shape != () or not every:
             raise _Mixes
         product = self.terms.elementwise(
-            ("mul", (), 0), [self._part(one), self._part(other)], self.terms.shapes[one.term]
+            ("mul", (), 0), [self._ref(one), self._ref(other)], self.terms.shapes[one.term]
         )
         dims = range(len(left) - (not one.inner))
         term, _ = self.terms.reduce("reduce_sum", dims, product)

@@ -28,7 +28,7 @@ def frozen(value: Any) -> Hashable:
     from jax.extend import core
 
     if isinstance(value, Mapping):
-        return tuple(sorted((str(name), frozen(part)) for name, part in value.items()))
+        return tuple(sorted((str(name), frozen(item)) for name, item in value.items()))
     if isinstance(value, core.ClosedJaxpr):
         return str(value.jaxpr), tuple(map(frozen, value.consts))
     if isinstance(value, core.Jaxpr):

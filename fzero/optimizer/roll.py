@@ -265,9 +265,9 @@ class _RolledRun:
             value = jnp.broadcast_to(jnp.asarray(self.value(found[0]), node.layers[0].dtype), shape)
         else:
             value = jnp.stack([self.value(x) for x in found])
-            place = np.zeros(rows.num, np.int32)
-            place[list(rows.order)] = range(len(rows.order))
-            value = value if rows.order == tuple(range(rows.num)) else value[place]
+            rows_at = np.zeros(rows.num, np.int32)
+            rows_at[list(rows.order)] = range(len(rows.order))
+            value = value if rows.order == tuple(range(rows.num)) else value[rows_at]
         if not rows.filled:
             return value
         own = rows.own().reshape(-1, *(1,) * (len(shape) - 1))

@@ -123,7 +123,7 @@ def _is_small(leaf: Any, kept: Any) -> bool:
     Args:
         leaf: the leaf, or its shape.
         kept: what is kept of it; `None` where that has to be decided. (What visits a device in
-            pieces is not asked for its shape again.)
+            slabs is not asked for its shape again.)
     """
     if leaf.dtype != jnp.float32:
         return False

@@ -176,12 +176,12 @@ class _Comparison:
                 return _Leaf(path, shape, number, (node.at,), odd=odd)
             return _Leaf(path, shape, number, (node.at,))
         rows, own = self.stacks[node.stack].num, tuple(node.layers[0].shape)
-        places = tuple(one.at for one in node.layers)
+        positions = tuple(one.at for one in node.layers)
         for dim, size in enumerate(shape):
             if size == rows and shape[:dim] + shape[dim + 1 :] == own:
-                return _Leaf(path, shape, number, places, node.stack, dim)
-        odd = f"{path} has shape {list(shape)}, where {len(places)} layers have {list(own)} each"
-        return _Leaf(path, shape, number, places, odd=odd)
+                return _Leaf(path, shape, number, positions, node.stack, dim)
+        odd = f"{path} has shape {list(shape)}, where {len(positions)} layers have {list(own)} each"
+        return _Leaf(path, shape, number, positions, odd=odd)
 
     def _inputs(self, leaves: Sequence[_Leaf], kind: str, group: int) -> list[list[TermValue]]:
         """The values of leaves in both programs."""
@@ -190,8 +190,8 @@ class _Comparison:
         for leaf in leaves:
             if leaf.odd:
                 one.append(TermValue(self.terms.of(("odd", leaf.stacked), leaf.shape)))
-                for place in leaf.written:
-                    other[place] = TermValue(self.terms.of(("odd", leaf.stacked, place), ()))
+                for at in leaf.written:
+                    other[at] = TermValue(self.terms.of(("odd", leaf.stacked, at), ()))
                 continue
             if leaf.stack is None:
                 term = self.terms.of((kind, group, leaf.stacked), leaf.shape)
@@ -202,9 +202,9 @@ class _Comparison:
             term = self.terms.of((kind, group, leaf.stacked), shape)
             rows = self.stacks[leaf.stack].num
             one.append(TermValue(term, stack=leaf.stack, dim=leaf.dim, rows=rows))
-            for layer, place in enumerate(leaf.written):
+            for layer, at in enumerate(leaf.written):
                 named = self.terms.own(leaf.stack) and (leaf.stack, layer)
-                other[place] = TermValue(term, layer=named)
+                other[at] = TermValue(term, layer=named)
         return [one, [other[i] for i in range(len(other))]]
 
     def _same(
@@ -217,7 +217,7 @@ class _Comparison:
         for leaf in leaves:
             if leaf.odd:
                 continue
-            value, layers = one[leaf.stacked], [other[place] for place in leaf.written]
+            value, layers = one[leaf.stacked], [other[at] for at in leaf.written]
             if leaf.stack is None:
                 if value != layers[0]:
                     raise _Differs(self._explain(leaf.path, what, value, layers[0]))

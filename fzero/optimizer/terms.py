@@ -71,9 +71,9 @@ class Terms:
         tags = {tag for _, tag in refs}
         return self.of((*key, tuple(refs)), shape), OWN if OWN in tags else None
 
-    def inside(self, ref: Ref, part: Ref) -> Ref:
+    def inside(self, ref: Ref, inner: Ref) -> Ref:
         """What a term reads, as one who reads that term sees it."""
-        return part if part[1] != OWN else (part[0], ref[1])
+        return inner if inner[1] != OWN else (inner[0], ref[1])
 
     def source(self, ref: Ref, kind: str) -> Ref | None:
         """What a term of some kind (`full`, `reshape`) is made of."""
@@ -125,11 +125,11 @@ class Terms:
         if any(tag is not None for i, (_, tag) in enumerate(refs) if i != at):
             return None
         items: Counter[Ref] = Counter()
-        for part, count in self.keys[refs[at][0]][2]:
-            own = (part[0], OWN) if isinstance(part[1], tuple) else part
+        for item, count in self.keys[refs[at][0]][2]:
+            own = (item[0], OWN) if isinstance(item[1], tuple) else item
             term, tag = self._applied(key, [own if i == at else r for i, r in enumerate(refs)],
                                       shape)  # fmt: skip
-            items[term, part[1] if isinstance(part[1], tuple) else tag] += count
+            items[term, item[1] if isinstance(item[1], tuple) else tag] += count
         return self.bag("reduce_sum", items, shape)
 
     def _sums_layers(self, term: int) -> bool:
@@ -158,8 +158,8 @@ class Terms:
         for ref, times in Counter(refs).items():
             key = self.keys[ref[0]]
             if key[:2] == ("bag", op):
-                for part, count in key[2]:
-                    items[self.inside(ref, part)] += count * times
+                for item, count in key[2]:
+                    items[self.inside(ref, item)] += count * times
             elif not self._neutral(op, key):
                 items[ref] += times
         items = self._collapsed(items)
@@ -203,10 +203,10 @@ class Terms:
             times = math.prod(shape[dim] for dim in axes)
             return self.full(self.bag(op, {number: times}, ()), rest)
         if not rest:
-            parts = self.keys[ref[0]]
-            if parts[0] == "concatenate":
-                inner = (self.inside(ref, part) for part in parts[-1])
-                return self.bag(op, [self.reduce(op, (0,), part) for part in inner], ())
+            joined = self.keys[ref[0]]
+            if joined[0] == "concatenate":
+                inner = (self.inside(ref, item) for item in joined[-1])
+                return self.bag(op, [self.reduce(op, (0,), item) for item in inner], ())
             ref = self.source(ref, "reshape") or ref
             axes = range(len(self.shapes[ref[0]]))
         return self.made((op, tuple(axes)), [ref], rest)
@@ -247,7 +247,7 @@ class Terms:
         kind = str(params["dimension_numbers"]), str(params["precision"])
         return self.made(("dot_general", kind), refs, shape)
 
-    def parts(self, term: int) -> list[Ref]:
+    def operands(self, term: int) -> list[Ref]:
         """What a term reads."""
         key = self.keys[term]
         if key[0] == "bag":
@@ -259,7 +259,7 @@ class Terms:
         """A term and all that it reads."""
         found, pending = {term}, [term]
         while pending:
-            more = {part for part, _ in self.parts(pending.pop())} - found
+            more = {read for read, _ in self.operands(pending.pop())} - found
             found |= more
             pending += more
         return found
@@ -268,7 +268,7 @@ class Terms:
         """The operations by which two terms differ, in words."""
         while True:
             names = [_name(self.keys[term]) for term in (one, other)]
-            a, b = self.parts(one), self.parts(other)
+            a, b = self.operands(one), self.operands(other)
             if names[0] != names[1]:
                 return f"{names[0]}, not {names[1]}"
             unequal = [(x, y) for x, y in zip(a, b, strict=False) if x != y]

@@ -38,13 +38,13 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
-from fzero.zero.fetched import FetchedWeights
 from fzero.zero.finite_marks import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.keeping import keeps, room_for, settled
 from fzero.zero.layer import End
 from fzero.zero.options import compiler_options
 from fzero.zero.rules import Rules
+from fzero.zero.weights import FetchedWeights
 
 
 LOCAL = PartitionSpec(AXES)

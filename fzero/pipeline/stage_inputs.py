@@ -105,14 +105,14 @@ class StageInputs:
     def buffers(self, tree: PyTree) -> list[dict[str, PyTree]]:
         """The buffers of each rank's links."""
         found: list[dict[str, PyTree]] = [{} for _ in self.ranks]
-        for name, part in tree.items():
+        for name, own in tree.items():
             home = self.stages.homes[name]
             for rank in home.ranks:
                 found[rank][name] = jax.tree.map(
                     lambda x, home=home, rank=rank: (
                         x if len(home.ranks) == 1 else view(x, self.whole[rank])
                     ),
-                    part,
+                    own,
                 )
         return found
 

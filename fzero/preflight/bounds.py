@@ -74,7 +74,7 @@ def bounds(
         (1.0, 0.6, 0.5, 'compute')
     """
     peak = rates.flops_of(precision)
-    parts = {
+    alone = {
         "compute": work.flops / peak,
         "memory": work.bytes / rates.memory_bytes_per_s,
         "links": traffic.seconds,
@@ -85,15 +85,15 @@ def bounds(
     if makespans is not None:
         best, likely = max(best, makespans[0]), max(busy, makespans[1])
     serial = likely - traffic.exposed_seconds + traffic.seconds / rates.link_share
-    limit = max(parts, key=lambda name: parts[name])
+    limit = max(alone, key=lambda name: alone[name])
 
     def mfu(seconds: float) -> float:
         return model_flops / (seconds * peak) if seconds else 0.0
 
     return Bounds(
-        compute_seconds=parts["compute"],
-        memory_seconds=parts["memory"],
-        link_seconds=parts["links"],
+        compute_seconds=alone["compute"],
+        memory_seconds=alone["memory"],
+        link_seconds=alone["links"],
         bubble_seconds=likely - busy,
         best_seconds=best,
         likely_seconds=likely,
@@ -101,5 +101,5 @@ def bounds(
         best_mfu=mfu(best),
         likely_mfu=mfu(likely),
         serial_mfu=mfu(serial),
-        limit="bubble" if likely - busy > parts[limit] else limit,
+        limit="bubble" if likely - busy > alone[limit] else limit,
     )

@@ -90,9 +90,9 @@ class Explanation:
 
     def __str__(self) -> str:
         whole = self.found.bounds.likely_seconds
-        parts = table_of(f"where {duration(whole)} likely go", "what", "seconds", "of the step")
+        spent = table_of(f"where {duration(whole)} likely go", "what", "seconds", "of the step")
         for cost in self.costs:
-            parts.add_row(cost.what, duration(cost.seconds), f"{cost.seconds / whole:.0%}")
+            spent.add_row(cost.what, duration(cost.seconds), f"{cost.seconds / whole:.0%}")
         tried = table_of(
             "what would change it, each compiled", "change", "against", "likely", "of this plan",
             "peak", "", left=2,
@@ -109,7 +109,7 @@ class Explanation:
                 size(change.found.memory.peak), verdict,
             )  # fmt: skip
         reasons = dict.fromkeys(change.why for change in self.changes if change.why)
-        return text_of(parts, tried, *(f"refused: {why}" for why in reasons))
+        return text_of(spent, tried, *(f"refused: {why}" for why in reasons))
 
 
 def _numbers(found: Preflight | None) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def _numbers(found: Preflight | None) -> dict[str, Any]:
 
 
 def costs_of(found: Preflight) -> tuple[StepCost, ...]:
-    """The parts of a prediction's likely seconds, the largest first."""
+    """What a prediction's likely seconds are spent on, the largest first."""
     work, again = found.work, max(0.0, found.recomputed_fraction)
     repeated = work.product_seconds * again / (1 + again)
     elementwise = work.likely_seconds - work.product_seconds - work.attention_seconds
-    parts = {
+    spent = {
         ("products", "products of the model"): work.product_seconds - repeated,
         ("recomputed", "products computed again in the backward pass"): repeated,
         ("attention", "fused attention"): work.attention_seconds,
@@ -135,8 +135,8 @@ def costs_of(found: Preflight) -> tuple[StepCost, ...]:
     for use in found.collectives:
         kind = _KINDS.get(use.kind, "reductions")
         key = kind, f"{_WORDS[kind]} over {use.axes}, beside nothing"
-        parts[key] = parts.get(key, 0.0) + use.times * use.exposed_seconds
-    made = [StepCost(kind, what, seconds) for (kind, what), seconds in parts.items() if seconds > 0]
+        spent[key] = spent.get(key, 0.0) + use.times * use.exposed_seconds
+    made = [StepCost(kind, what, seconds) for (kind, what), seconds in spent.items() if seconds > 0]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
 

@@ -101,8 +101,8 @@ class Kernels:
             return max(map(self.computation, i.branches), key=lambda work: work.best_seconds)
         if i.opcode in ("while", "call", "async-start"):
             # A loop of unknown length counts once; `hlo.matmul_flops` names it as unknown.
-            parts = [self.computation(n).times(t or 1) for n, t in self.module.runs(comp, i)]
-            return sum(parts, Work())
+            inside = [self.computation(n).times(t or 1) for n, t in self.module.runs(comp, i)]
+            return sum(inside, Work())
         flops = self.matmuls.flops_at(comp, i).flops
         moved = self._bytes(comp, i)
         rates, seen = self.rates, seen_share(comp, i)
@@ -164,10 +164,10 @@ def _read(fused: Computation) -> int:
         if parameter.opcode != "parameter":
             continue
         users = _through_bitcasts(readers, parameter.name)
-        parts = [_part(user, name) for name, user in users]
+        sizes = [_bytes_needed(user, name) for name, user in users]
         whole = sum(a.bytes for a in parameter.arrays)
-        found = [part for part in parts if part is not None]
-        moved += min(whole, sum(found)) if len(found) == len(parts) else whole
+        found = [size for size in sizes if size is not None]
+        moved += min(whole, sum(found)) if len(found) == len(sizes) else whole
     return moved
 
 
@@ -184,7 +184,7 @@ def _through_bitcasts(
     return found
 
 
-def _part(user: HloInstruction, name: str) -> int | None:
+def _bytes_needed(user: HloInstruction, name: str) -> int | None:
     """Bytes that an instruction needs of a value; None if all of it."""
     if user.opcode in _SLICES and user.operands[0] == name:
         return sum(a.bytes for a in user.arrays)

@@ -76,25 +76,25 @@ def _verdict(found: Preflight) -> str:
 def _memory(found: Preflight) -> dict[str, Any]:
     """One bar of everything that is held, one of the device, and the table of its parts."""
     memory = found.memory
-    parts = [(name.removeprefix("state: "), count) for name, count in memory.parts()]
-    shown = [*parts, ("reserve", found.rates.reserve_bytes)]
+    items = [(name.removeprefix("state: "), count) for name, count in memory.parts()]
+    shown = [*items, ("reserve", found.rates.reserve_bytes)]
     held = sum(count for _, count in shown)
     whole = max(found.rates.memory_bytes, held)
     shown.append(("free", whole - held))
-    rows = [[name, f"{count:,}", size(count)] for name, count in [*parts, ("peak", memory.peak)]]
+    rows = [[name, f"{count:,}", size(count)] for name, count in [*items, ("peak", memory.peak)]]
     return {
-        "bars": [*_side_by_side(parts, 14), *_side_by_side(shown, 68)],
+        "bars": [*_side_by_side(items, 14), *_side_by_side(shown, 68)],
         "limit": _WIDTH * found.rates.memory_bytes / whole,
         "key": [(COLOURS[name], name) for name, _ in shown],
         "rows": rows,
     }
 
 
-def _side_by_side(parts: Sequence[tuple[str, int]], y: int) -> list[_Bar]:
-    """Parts over the whole width."""
-    whole = max(1, sum(count for _, count in parts))
+def _side_by_side(items: Sequence[tuple[str, int]], y: int) -> list[_Bar]:
+    """Bars over the whole width."""
+    whole = max(1, sum(count for _, count in items))
     bars, x = [], 0.0
-    for name, count in parts:
+    for name, count in items:
         width = _WIDTH * count / whole
         bars.append(_Bar(x, y, width, COLOURS[name], f"{name}: {size(count)}", height=34))
         x += width

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
-from fzero.preflight.between import handed
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
+from fzero.preflight.stage_traffic import handed
 from fzero.schedule.actions import Action, Kind
 from fzero.schedule.simulate import Cost, Timeline, simulate
 from fzero.sharding.blueprint import Blueprint
@@ -175,8 +175,8 @@ class StageCompiler:
             inputs = (
                 Inputs(
                     *(
-                        jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), part)
-                        for put, part in (
+                        jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), tree)
+                        for put, tree in (
                             (self._rows, batch.rows),
                             (self._whole, batch.shared),
                             (self._whole, batch.step),

@@ -15,11 +15,10 @@ from fzero.axes import TOKENS
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.preflight.between import update_gathers
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
-from fzero.preflight.parked import moved_bytes, on_the_device, parked, room_of_parked
+from fzero.preflight.parking import moved_bytes, on_the_device, parked, room_of_parked
 from fzero.preflight.pipeline import (
     PipelineRun,
     StageCompiler,
@@ -31,6 +30,7 @@ from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, rates_of
 from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
+from fzero.preflight.stage_traffic import update_gathers
 from fzero.preflight.topology import Topology, parse
 from fzero.report.report import CLASSES, Report
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
@@ -150,8 +150,8 @@ class _Predictor:
         self.blue: Blueprint = step.blueprint
         self.where_kept = Report.of_plan(self.blue)
         # Before anything is compiled: what cannot be traced is said at once.
-        pieces = self.plan.microbatches * num_shares
-        traced = model_flops(self.blue.model, self.plan, batch, pieces)
+        times = self.plan.microbatches * num_shares
+        traced = model_flops(self.blue.model, self.plan, batch, times)
         self.model_flops = traced / self.blue.mesh.size
 
     def one_program(self) -> Preflight:
@@ -277,7 +277,7 @@ class _Predictor:
         return self._without_parked(whole, devices)
 
     def _without_parked(self, whole: Memory, devices: range) -> Memory:
-        """The bytes of some devices, with what the plan parks away and visiting piece by piece."""
+        """The bytes of some devices, with what the plan parks away and visiting in turn."""
         if self.elsewhere is None:
             return whole
         moved, visiting = moved_bytes(self.asked, self.elsewhere, devices)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from fzero.preflight.gathered import Gathered, gathered
+from fzero.preflight.gather_memory import Gathered, gathered
 from fzero.preflight.hlo.counts import Flops, Module, matmul_flops
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.network import CollectiveUse, Network, uses

@@ -13,7 +13,7 @@ from fzero.preflight.bounds import Bounds
 from fzero.preflight.costs import Explanation, costs_of, explain
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
-from fzero.preflight.parked import Parked
+from fzero.preflight.parking import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology
@@ -252,18 +252,18 @@ class Preflight(Boxed):
         return rendered(self)
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0 %"
+def _share(own: float, whole: float) -> str:
+    return f"{own / whole:.1%}" if whole else "0 %"
 
 
 def rendered(found: Preflight) -> str:
     """The prediction as text."""
-    parts = [heading(found), memory_table(found), collectives_table(found), time_table(found)]
+    tables = [heading(found), memory_table(found), collectives_table(found), time_table(found)]
     if found.parked is not None:
-        parts.append(parked_table(found.parked))
+        tables.append(parked_table(found.parked))
     if found.pipeline is not None:
-        parts.append(pipeline_table(found))
-    return text_of(*parts, *(f"note: {note}" for note in found.notes))
+        tables.append(pipeline_table(found))
+    return text_of(*tables, *(f"note: {note}" for note in found.notes))
 
 
 def heading(found: Preflight) -> str:

@@ -23,11 +23,11 @@ from fzero.sharding.split import split_params
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import train_forward
-from fzero.zero.fetched import FetchedWeights
 from fzero.zero.grads import first_saved, keeping_rules
 from fzero.zero.keeping import saved_bytes
 from fzero.zero.layer import End
 from fzero.zero.rules import Rules
+from fzero.zero.weights import FetchedWeights
 
 
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of

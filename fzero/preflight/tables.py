@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def text_of(*parts: Any) -> str:
+def text_of(*items: Any) -> str:
     """Tables and lines as plain text."""
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, highlight=False, markup=False, emoji=False)
-    for part in parts:
-        console.print(part)
+    for item in items:
+        console.print(item)
         console.print()
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 

@@ -112,8 +112,8 @@ def _parameter(found: xxhash.xxh3_64, value: Any, axes: Axes | None) -> None:
         _text(found, repr(value))
 
 
-def _text(found: xxhash.xxh3_64, *parts: Any) -> None:
-    found.update(f"{parts}".encode())
+def _text(found: xxhash.xxh3_64, *values: Any) -> None:
+    found.update(f"{values}".encode())
 
 
 def _constant(found: xxhash.xxh3_64, value: Any) -> None:

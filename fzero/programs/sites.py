@@ -138,7 +138,7 @@ class PlacedFunction:
         self.out, self.out_tree = out, jax.tree.structure(out)
         wanted = jax.tree.leaves(out_shardings(out))
         self.program = Program(closed.jaxpr, closed.consts)
-        self._part(leaves, wanted)
+        self._separate_results(leaves, wanted)
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
@@ -148,7 +148,7 @@ class PlacedFunction:
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
         self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
 
-    def _part(self, leaves: Sequence[Any], wanted: Sequence[NamedSharding]) -> None:
+    def _separate_results(self, leaves: Sequence[Any], wanted: Sequence[NamedSharding]) -> None:
         """Makes a result a value of its own where it is another result, or an argument that lies
         otherwise: initial parameters in an optimizer's state, say."""
         lies = {v: leaf.sharding for v, leaf in zip(self.program.inputs, leaves, strict=True)}
@@ -399,7 +399,7 @@ def placed_with_key(
 ) -> Callable[..., PyTree]:
     """`PlacedFunction` for a function that takes random keys and gives one back.
 
-    Keys travel as their bits: pieces of a key array cannot be put together again.
+    Keys travel as their bits: shards of a key array cannot be put together again.
     """
 
     def bits(leaf: Any) -> Any:

@@ -40,14 +40,14 @@ def communication(blue: Blueprint, secondary: int) -> tuple[int, int]:
     """
     plan, splits, stages = blue.plan, blue.params, blue.stages
     if stages is None:
-        gathered, reduced = _of_parts(blue, flat_splits(splits), secondary, 2)
+        gathered, reduced = _elements(blue, flat_splits(splits), secondary, 2)
         return gathered + _gathered_state(blue), reduced
     # A backward pass in halves gathers for both, where weight gradients read weights at all.
     halves = any(action.kind == "W" for action in stages.schedule.actions)
     ranks = [[0, 0] for _ in range(plan.pipe)]
     for stage, pieces in enumerate(stages.pieces):
-        parts, passes = _by_owner(pieces, splits), 3 if halves else 2
-        own, tied = (_of_parts(blue, parts[own], secondary, passes) for own in (True, False))
+        leaves, passes = _by_owner(pieces, splits), 3 if halves else 2
+        own, tied = (_elements(blue, leaves[own], secondary, passes) for own in (True, False))
         rank = ranks[stages.rank_of(stage)]
         # Tied weights are gathered with their own link, or where they are read.
         rank[0] += own[0] + (tied[0] if plan.zero == 3 else 0)
@@ -59,14 +59,14 @@ def communication(blue: Blueprint, secondary: int) -> tuple[int, int]:
 def _by_owner(pieces: tuple[Piece, ...], splits: PyTree) -> dict[bool, list[Split]]:
     """A stage's leaves: of its own links (`True`), or tied to those of others."""
     num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
-    parts: dict[bool, list[Split]] = {True: [], False: []}
+    leaves: dict[bool, list[Split]] = {True: [], False: []}
     for split in flat_splits(stage_tree(pieces, splits)):
         name = split.path.split("/")[0]
         if split.stacked and name in num_layers:
             shape = (num_layers[name], *split.shape[1:])
             split = dataclasses.replace(split, shape=shape)
-        parts[name in num_layers].append(split)
-    return parts
+        leaves[name in num_layers].append(split)
+    return leaves
 
 
 def _gathered_state(blue: Blueprint) -> int:
@@ -84,7 +84,7 @@ def _gathered_state(blue: Blueprint) -> int:
     return round(max(of(rank) for rank in range(blue.plan.pipe)))
 
 
-def _of_parts(blue: Blueprint, splits: list[Split], secondary: int, passes: int) -> tuple[int, int]:
+def _elements(blue: Blueprint, splits: list[Split], secondary: int, passes: int) -> tuple[int, int]:
     plan, sizes = blue.plan, dict(blue.mesh.shape)
     data, replica = sizes[DATA], sizes[REPLICA]
     # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,

@@ -100,10 +100,10 @@ class Description(Boxed):
                 rows.append((f"... {len(self.leaves) - ROWS:,} more", *[""] * (len(rows[0]) - 1)))
                 continue
             over = "" if leaf.over in ((), (DATA,)) else f" ({', '.join(leaf.over)})"
-            parts = [] if leaf.dim is None else [f"dim {leaf.dim} / {leaf.shards}{over}"]
-            parts += [f"dim {dim} / {self.plan.further[axis]} ({axis})"
+            cuts = [] if leaf.dim is None else [f"dim {leaf.dim} / {leaf.shards}{over}"]
+            cuts += [f"dim {dim} / {self.plan.further[axis]} ({axis})"
                       for dim, axis in enumerate(leaf.axes) if axis is not None]  # fmt: skip
-            kept = ", ".join(parts) or "whole"
+            kept = ", ".join(cuts) or "whole"
             kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
             ranks = (_ranges(leaf.ranks),) if cut else ()
@@ -161,8 +161,8 @@ class Description(Boxed):
                 f"\nused and sent in float32: {len(kept)} leaves, {count:,} elements (keep_fp32)"
             )
         if self.plan.gather_dtype is not None:
-            part = encoded_bytes(BLOCK) / BLOCK
-            lines += f"\ngathers send int8: {part:.3f} bytes an element"
+            ratio = encoded_bytes(BLOCK) / BLOCK
+            lines += f"\ngathers send int8: {ratio:.3f} bytes an element"
         if self.plan.gathers_float8 and any(leaf.shards > 1 for leaf in self.leaves):
             lines += "\ngathers of what only products in 8 bits read send float8: 1 byte an element"
         if self.plan.reduce_dtype is not None:

@@ -157,8 +157,8 @@ def _row(
     stored = tuple(leaf.shape)
     shard = leaf.sharding.shard_shape(stored)
     size = leaf_bytes(leaf, shard)
-    pieces = math.prod(-(-n // max(own, 1)) for n, own in zip(stored, shard, strict=True))
-    copies = pieces if tier == DISK else len(devices)
+    num_shards = math.prod(-(-n // max(own, 1)) for n, own in zip(stored, shard, strict=True))
+    copies = num_shards if tier == DISK else len(devices)
     row: dict[str, Any] = {
         "shape": stored, "dtype": str(leaf.dtype), "spec": axes_in_words(leaf.sharding),
         "bytes_per_device": size, "bytes_in_all": size * copies,

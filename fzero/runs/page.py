@@ -40,7 +40,7 @@ def page(runs: Sequence[Run]) -> str:
         rates=pictures.rates(runs),
         times=pictures.times(runs) if any(run.seconds for run in runs) else "",
         seconds=_rows(runs, _spent(runs)),
-        placements=[(run, pictures.placement(run), _places(run)) for run in runs],
+        placements=[(run, pictures.placement(run), _bytes_in_tiers(run)) for run in runs],
         collectives=[(run, _collectives(run), _planned(run)) for run in runs],
         pipelines=[(run, pictures.pipeline(run)) for run in runs if run.measured is not None],
         copies=[(run, _copies(run)) for run in runs if run.copies],
@@ -167,7 +167,7 @@ ENVIRONMENT: dict[str, Reader] = {
 }
 
 
-def _places(run: Run) -> list[list[str]]:
+def _bytes_in_tiers(run: Run) -> list[list[str]]:
     """The last placement: state class, then bytes in each tier."""
     if not run.placements:
         return []

@@ -128,13 +128,13 @@ def _check_once(schedule: Schedule) -> Positions:
             )
         positions[action] = (rank, cell)
     for action, (rank, cell) in positions.items():
-        parts = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in positions]
-        if action.kind == "B" and parts:
-            later = max([(rank, cell), *(positions[p] for p in parts)])
+        halves = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in positions]
+        if action.kind == "B" and halves:
+            later = max([(rank, cell), *(positions[p] for p in halves)])
             _fail(
                 schedule,
                 [later],
-                f"{action} and {parts[0]} both compute the backward of microbatch "
+                f"{action} and {halves[0]} both compute the backward of microbatch "
                 f"{action.microbatch}; keep B, or I with W",
             )
     return positions
@@ -179,10 +179,10 @@ def _check_microbatch(
 
 def _check_rank_order(schedule: Schedule) -> None:
     """Whatever an action needs from its own rank must stand before it."""
-    place = {gives(one.action): one for one in placed(schedule)}
+    cell_of = {gives(one.action): one for one in placed(schedule)}
     for rank, cell, action in placed(schedule):
         for value in needs(action, schedule.num_stages):
-            other, later, needed = place[value]
+            other, later, needed = cell_of[value]
             if other == rank and later > cell:
                 _fail(
                     schedule,

@@ -76,10 +76,10 @@ def _dependency_cycle(schedule: Schedule) -> Deadlock | None:
     first = next((rank for rank, cell in enumerate(stopped) if cell is not None), None)
     if first is None:
         return None
-    place = {gives(one.action): one for one in placed(schedule)}
+    cell_of = {gives(one.action): one for one in placed(schedule)}
 
     def ran(value: Value) -> bool:
-        rank, cell, _ = place[value]
+        rank, cell, _ = cell_of[value]
         end = stopped[rank]
         return end is None or cell < end
 
@@ -89,7 +89,7 @@ def _dependency_cycle(schedule: Schedule) -> Deadlock | None:
         action = schedule.ranks[rank][cell]
         assert action is not None  # idle cells never stop a rank
         missing = next(v for v in needs(action, schedule.num_stages) if not ran(v))
-        owner, later, giver = place[missing]
+        owner, later, giver = cell_of[missing]
         behind = f", {later - (stopped[owner] or 0)} cells after the one it waits at"
         story = f"rank {rank} waits at {action} for {giver} on rank {owner}"
         return owner, (rank, cell), story + behind

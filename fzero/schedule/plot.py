@@ -161,15 +161,15 @@ def _legend(axes: Axes, timeline: Timeline) -> None:
 
 def _heading(timeline: Timeline, title: str | None) -> str:
     schedule = timeline.schedule
-    parts = [] if title is None else [title]
-    parts.append(
+    phrases = [] if title is None else [title]
+    phrases.append(
         f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, "
         f"{schedule.num_microbatches} microbatches"
     )
-    parts.append(
+    phrases.append(
         f"makespan {timeline.makespan_s:.4g}, bubble {100 * timeline.bubble_fraction:.1f} %"
     )
-    return "   |   ".join(parts)
+    return "   |   ".join(phrases)
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:

@@ -72,7 +72,7 @@ def read_csv(source: Source) -> list[list[Text]]:
     if not rows:
         raise ScheduleError(f"{name}: expected a row of actions per rank, got an empty file")
     return [
-        [part for index, cell in enumerate(row) for part in _split(cell, _where(name, rank, index))]
+        [text for index, cell in enumerate(row) for text in _split(cell, _where(name, rank, index))]
         for rank, row in enumerate(rows)
     ]
 
@@ -133,7 +133,7 @@ def _split(cell: str, where: str) -> list[Text]:
     text = cell.strip()
     overlap = _OVERLAP.fullmatch(text)
     if overlap is not None:
-        return [Text(part.strip(), where) for part in overlap.group(1).split(";")]
+        return [Text(one.strip(), where) for one in overlap.group(1).split(";")]
     if _COMMUNICATION.fullmatch(text):
         raise ScheduleError(
             f"{where}: expected a compute action, got the communication action {text!r}; dump the "

@@ -88,15 +88,15 @@ def _ruled(
 
 
 def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) -> Axes:
-    part, along = shape[first:], () if dims is None else dims
+    own, along = shape[first:], () if dims is None else dims
     listed = isinstance(along, list | tuple)
     if listed:
         along = [dim.under(plan.further) if isinstance(dim, Parts) else dim for dim in along]
     named = [axis for axis in along if axis is not None] if listed else []
-    if not listed or len(along) > len(part) or len({*named}) < len(named):
+    if not listed or len(along) > len(own) or len({*named}) < len(named):
         raise PlanError(
             f"model: shard of {path}: expected at most one axis or None for each of its dims"
-            f" {list(part)}, none twice, such as (None, 'tensor'); got {dims!r}"
+            f" {list(own)}, none twice, such as (None, 'tensor'); got {dims!r}"
         )
     unknown = [axis for axis in named if axis not in FURTHER]
     if unknown:
@@ -106,10 +106,10 @@ def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) 
         )
     for dim, axis in enumerate(along):
         size = plan.further.get(axis or "", 1)
-        if part[dim] % size:
+        if own[dim] % size:
             raise PlanError(
-                f"plan: {axis}={size} does not divide dim {dim} ({part[dim]}) of {path}"
-                f" {list(part)}; choose a divisor, pad the parameter, or leave the dim out of shard"
+                f"plan: {axis}={size} does not divide dim {dim} ({own[dim]}) of {path}"
+                f" {list(own)}; choose a divisor, pad the parameter, or leave the dim out of shard"
             )
     axes = [None] * first + [axis if axis in plan.further else None for axis in along]
     return tuple(axes) if any(axes) else ()

@@ -12,9 +12,9 @@ from fzero.storage.tiers import DEVICE, cut_of, largest
 from fzero.tree import PyTree, device_bytes, is_plain, named_leaves
 
 
-# The parts of a state that only updates read, each leaf of which belongs to a parameter (or none).
+# The fields of a state that only updates read, each leaf of which belongs to a parameter (or none).
 OWNED = ("opt_state", "ema")
-# The parts of a state that may be parked by a plan.
+# The fields of a state that may be parked by a plan.
 FIELDS = ("params", *OWNED)
 
 

@@ -180,12 +180,12 @@ def _differing(program: Program, num_own: int) -> list[bool]:
     return [_is(out, own) for out in program.outputs]
 
 
-def _of_buffers(program: Program, place: int, num_own: int) -> str | None:
+def _of_buffers(program: Program, index: int, num_own: int) -> str | None:
     """How a result follows from buffers and from what devices agreed on; None: not from these."""
     agreed = [var for op in program.ops if _agrees(op) for var in op.results]
     # (What a layer closes over may be traced around it.)
     outer = [var for var, x in program.consts.items() if isinstance(x, jax.core.Tracer)]
-    out, given = program.outputs[place], [*program.inputs[num_own:], *agreed, *outer]
+    out, given = program.outputs[index], [*program.inputs[num_own:], *agreed, *outer]
     ops = [program.ops[i] for i in sorted(needed(program.ops, [out], set(agreed)))]
     if not {*program.inputs[:num_own]}.isdisjoint(var for op in ops for var in op.reads()):
         return None

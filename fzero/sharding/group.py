@@ -61,8 +61,8 @@ class Group:
         """Devices that ZeRO can share a leaf out over."""
         return math.prod(shared_over({DATA: self.data, **dict(self.further)}).values())
 
-    def on_parts(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
-        """A function that runs collectives, with each device's part of its arguments alone.
+    def on_shards(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
+        """A function that runs collectives, with each device's shard of its arguments alone.
 
         Around collectives over the data axis XLA would gather what it divides over further ones, so
         that whole leaves travelled; a `shard_map` over those as well leaves nothing to decide.

@@ -135,7 +135,7 @@ def _home(
         return Home(ranks)
     longest = max(len(rows) for rows in held.values())
     rows = [[*held[rank], *[-1] * (longest - len(held[rank]))] for rank in ranks]
-    return Home(ranks, tuple(row for part in rows for row in part), label)
+    return Home(ranks, tuple(row for one in rows for row in one), label)
 
 
 def stage_tree(pieces: tuple[Piece, ...], tree: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Values that are read piece by piece, only where they are needed."""
+"""Values that are read slice by slice, only where they are needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Index = tuple[slice, ...]
 
 
 class LazyArray(abc.ABC):
-    """A value that is read piece by piece: an initial leaf of a model may be one.
+    """A value that is read slice by slice: an initial leaf of a model may be one.
 
     `fz.init` asks for the piece that each device keeps, so that no host ever holds the whole. A
     subclass sets `shape` and `dtype` (what `read` returns) and defines `read`.
@@ -24,7 +24,7 @@ class LazyArray(abc.ABC):
 
     @abc.abstractmethod
     def read(self, index: Index) -> np.ndarray[Any, Any]:
-        """A piece: one slice with start, stop and step 1 for each dim."""
+        """What `index` says: a slice with start, stop and step 1 for each dim."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The whole value."""
@@ -49,6 +49,6 @@ class Stacked(LazyArray):
         first, *rest = index
         inner = tuple(rest)
         found = np.empty([s.stop - s.start for s in index], self.dtype)
-        for place, row in enumerate(self.rows[first]):
-            found[place] = row.read(inner) if isinstance(row, LazyArray) else row[inner]
+        for at, row in enumerate(self.rows[first]):
+            found[at] = row.read(inner) if isinstance(row, LazyArray) else row[inner]
         return found

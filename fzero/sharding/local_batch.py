@@ -90,7 +90,7 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
     # Rows lie in the order of the processes; devices in that of the plan, as programs want them.
     flat = NamedSharding(auto_mesh(devices, ("rows",)), PartitionSpec("rows"))
     owners = [device.process_index for device in devices]
-    order = tuple(int(place) for place in np.argsort(owners, kind="stable"))
+    order = tuple(int(index) for index in np.argsort(owners, kind="stable"))
     if {owners.count(process) for process in range(len(counts))} != {each}:
         raise BatchError("local_batch: expected the plan to use equally many devices of every one")
 
@@ -165,7 +165,7 @@ def _moved(to: NamedSharding, order: tuple[int, ...]) -> Any:
     def move(x: jax.Array) -> jax.Array:
         if order == tuple(range(len(order))):
             return x
-        pieces = x.reshape(len(order), -1, *x.shape[1:])
-        return pieces[np.array(order)].reshape(x.shape)
+        blocks = x.reshape(len(order), -1, *x.shape[1:])
+        return blocks[np.array(order)].reshape(x.shape)
 
     return in_turn(to.device_set, jax.jit(move, out_shardings=to))

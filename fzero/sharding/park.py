@@ -38,8 +38,8 @@ class Inbound:
     def __init__(self, slabs: Sequence[Any]) -> None:
         self._on_disk = [i for i, one in enumerate(slabs) if isinstance(one, DiskArray)]
         rest = [i for i in range(len(slabs)) if i not in self._on_disk]
-        places = [on_device(slabs[i].sharding) for i in rest]
-        arrays = jax.device_put([slabs[i] for i in rest], places)
+        shardings = [on_device(slabs[i].sharding) for i in rest]
+        arrays = jax.device_put([slabs[i] for i in rest], shardings)
         self._arrays = dict(zip(rest, arrays, strict=True))
         self._read: Future[list[jax.Array]] | None = None
         if self._on_disk:

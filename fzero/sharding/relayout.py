@@ -89,19 +89,19 @@ def _rows(home: Home | None) -> tuple[int, ...]:
     return () if home is None else home.reordered
 
 
-def parts_of(leaf: Any) -> tuple[int, ...]:
-    """How many parts, that padding makes equal, each dim of a kept leaf is cut into."""
-    part = leaf.sharding.shard_shape(tuple(leaf.shape))
-    parts = tuple(n // m if m else 1 for n, m in zip(leaf.shape, part, strict=True))
+def ways_of(leaf: Any) -> tuple[int, ...]:
+    """How many ways, which padding makes equal, each dim of a kept leaf is cut."""
+    shard = leaf.sharding.shard_shape(tuple(leaf.shape))
+    ways = tuple(n // m if m else 1 for n, m in zip(leaf.shape, shard, strict=True))
     # In a pipeline dim 0 is layers in the rows of ranks, of which `Kept.rows` tells.
-    return (1, *parts[1:]) if PIPE in getattr(leaf.sharding, "spec", ()) else parts
+    return (1, *ways[1:]) if PIPE in getattr(leaf.sharding, "spec", ()) else ways
 
 
-def filled_up(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
-    """A shape with the padding of equal parts; itself if it has another number of dims."""
-    if len(shape) != len(parts):
+def filled_up(shape: tuple[int, ...], ways: Sequence[int]) -> tuple[int, ...]:
+    """A shape padded to be cut so many ways; itself if it has another number of dims."""
+    if len(shape) != len(ways):
         return shape
-    return tuple(-(-n // of) * of for n, of in zip(shape, parts, strict=True))
+    return tuple(-(-n // of) * of for n, of in zip(shape, ways, strict=True))
 
 
 def relayout(source: Any, old: Kept, new: Kept, to: Any) -> jax.Array:
@@ -121,7 +121,7 @@ def relayout(source: Any, old: Kept, new: Kept, to: Any) -> jax.Array:
     if isinstance(source, jax.Array):
         if old.alike(new):
             return place(source, to.sharding)
-        if not source.is_fully_addressable:  # no process sees all pieces
+        if not source.is_fully_addressable:  # no process sees all shards
             return _program(old, new, to.sharding)(source)
         source = _Shards(source)
     elif not isinstance(source, LazyArray):

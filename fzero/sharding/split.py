@@ -108,7 +108,7 @@ class Split:
         reason: why, in words.
         home: the ranks that hold it, in a pipeline.
         axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
-        ways: devices along those: how many parts they divide the leaf into.
+        ways: devices along those: how many shards they divide the leaf into.
     """
 
     path: str
@@ -232,12 +232,12 @@ def split_leaf(
     def cut(dim: int, reason: str) -> Split:
         return dataclasses.replace(whole(reason), dim=dim, over=tuple(over), shards=shards)
 
-    part = shape[first:]
-    size = num_bytes(part, compute) // ways
+    own = shape[first:]
+    size = num_bytes(own, compute) // ways
     if shards == 1:
         return whole("one device on the data axis")
-    if not part or 0 in shape:
-        return whole("scalar" if not part else "no elements")
+    if not own or 0 in shape:
+        return whole("scalar" if not own else "no elements")
     if size < plan.min_shard_bytes:
         return whole(f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
     free = [dim for dim in range(first, len(shape)) if dim >= len(axes) or axes[dim] is None]

@@ -181,11 +181,11 @@ def balance(loads: Sequence[int], num_ranges: int) -> list[int]:
     # One integer orders by squared loads first and squared lengths second.
     weight = count * count + 1
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # items so far: (cost, lengths)
-    for part in range(num_ranges):
+    for number in range(num_ranges):
         found: dict[int, tuple[int, list[int]]] = {}
         for start, (cost, lengths) in best.items():
             # Every later part needs an item of its own.
-            for end in range(start + 1, count - (num_ranges - part - 1) + 1):
+            for end in range(start + 1, count - (num_ranges - number - 1) + 1):
                 load = before[end] - before[start]
                 if load > limit:
                     break

@@ -1,7 +1,7 @@
 """The training state, and all that makes another state of one.
 
 - `train_state`: what it is; `init`: a new one; `replan`: under another plan; `offload`: between
-  device, host and disk (`phases`: several parts at once); `other_optimizer`: with another
+  device, host and disk (`phases`: several fields at once); `other_optimizer`: with another
   optimizer;
   `logical`: parameters in their shapes.
 - `compute_copy`: parameters in 16 bits beside masters; `averages`: as a step moves them;

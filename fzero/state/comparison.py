@@ -89,10 +89,10 @@ def check_finite(state: TrainState) -> None:
     require_alive(state, "check_finite")
     with doing("check_finite"):
         for path, leaf, marks in _marked(state, "check_finite"):
-            places = leaf.sharding.devices_indices_map(leaf.shape)
+            indices = leaf.sharding.devices_indices_map(leaf.shape)
             rows = {
                 device: (index[0].start or 0) + marks[device.id][1] - 1 if index else 0
-                for device, index in places.items()
+                for device, index in indices.items()
                 if marks[device.id][1]
             }
             if rows:
@@ -142,13 +142,13 @@ def _program(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Any:
 
 def _mark(shard: jax.Array) -> jax.Array:
     bits = _bits(shard).reshape(-1)
-    places = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(_GOLDEN)
+    positions = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(_GOLDEN)
     bad = jnp.zeros((1, 1), bool)
     if jnp.issubdtype(shard.dtype, jnp.inexact):
         bad = ~jnp.isfinite(shard).reshape(shard.shape[0] if shard.ndim else 1, -1)
     rows = jnp.any(bad, axis=1)
     first = jnp.where(jnp.any(rows), jnp.argmax(rows) + 1, 0).astype(jnp.uint32)
-    return jnp.stack([jnp.sum(_mixed(bits + places), dtype=jnp.uint32), first])
+    return jnp.stack([jnp.sum(_mixed(bits + positions), dtype=jnp.uint32), first])
 
 
 def _mixed(x: jax.Array) -> jax.Array:

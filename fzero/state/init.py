@@ -216,8 +216,8 @@ def _arranged(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree,
         return params, buffers
     homes = blue.stages.homes
     return tuple(
-        {name: jax.tree.map(homes[name].arrange, tree) for name, tree in part.items()}
-        for part in (params, buffers)
+        {name: jax.tree.map(homes[name].arrange, tree) for name, tree in trees.items()}
+        for trees in (params, buffers)
     )  # type: ignore[return-value]
 
 

@@ -14,7 +14,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, initial_shapes
 from fzero.sharding.homes import cut_into_stages
-from fzero.sharding.relayout import Kept, filled_up, parts_of, relayout
+from fzero.sharding.relayout import Kept, filled_up, relayout, ways_of
 from fzero.sharding.split import Split, map_splits
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
@@ -121,7 +121,7 @@ def _require_leaves(params: PyTree, shapes: PyTree, padded: Mapping[str, tuple[i
 
 def _require_shape(path: str, leaf: Any, shape: tuple[int, ...], padded: bool) -> None:
     """Raises `StateError` if a kept leaf is not of this shape, or that filled up."""
-    if leaf.shape != shape and not (padded and leaf.shape == filled_up(shape, parts_of(leaf))):
+    if leaf.shape != shape and not (padded and leaf.shape == filled_up(shape, ways_of(leaf))):
         raise StateError(
             f"logical: the state is not one of this model: {path}: expected {list(shape)}, or that"
             f" filled up with zeros, got {list(leaf.shape)}"

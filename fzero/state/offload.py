@@ -46,7 +46,7 @@ from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
 
 BATCH_BYTES = 64 * 2**20
 
-# What users call parts of a state, and the fields that hold them. The first that is there counts
+# What users call fields of a state, and those that hold them. The first that is there counts
 # where a state may not have a copy of its own for it.
 _FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "params": (("params", "compute"),),
@@ -170,12 +170,12 @@ def reload(
     return _move(state, include, DEVICE, how)
 
 
-def fields_of_part(part: str, state: TrainState | None = None) -> tuple[str, ...]:
+def fields_of(word: str, state: TrainState | None = None) -> tuple[str, ...]:
     """The state's fields that a word stands for."""
-    known = _FIELDS.get(_WORDS.get(part, part))
+    known = _FIELDS.get(_WORDS.get(word, word))
     if known is None:
         words = [*_FIELDS, *_WORDS]
-        raise PlacementError(f"include: {part!r} is no part of a state: expected any of {words}")
+        raise PlacementError(f"include: {word!r} is no field of a state: expected any of {words}")
     if state is None:
         return known[0]
     return next((x for x in known if any(getattr(state, name) is not None for name in x)), known[0])
@@ -200,8 +200,8 @@ class How:
 
 def _move(state: TrainState, include: str | Iterable[str] | None, to: str, how: How) -> TrainState:
     require_state(state, how.operation)
-    parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
-    fields = {name for part in parts for name in fields_of_part(part, state)}
+    words = CLASSES if include is None else (include,) if isinstance(include, str) else include
+    fields = {name for word in words for name in fields_of(word, state)}
     return move_fields(state, [x for x in CLASSES if x in fields], to, how)
 
 
@@ -281,10 +281,10 @@ class _Move:
         """Between device and host memory."""
         old = [self.leaves[i] for i in batch]
         flat = [slab for leaf in old for slab in slabs_of(leaf)]
-        place = host_sharding if self.to == HOST else on_device
+        moved_to = host_sharding if self.to == HOST else on_device
         self._tell("copy", batch)
         try:
-            copies = jax.device_put(flat, [place(slab.sharding) for slab in flat])
+            copies = jax.device_put(flat, [moved_to(slab.sharding) for slab in flat])
             if not self.how.non_blocking:
                 jax.block_until_ready(copies)
                 self._tell("done", batch)
@@ -305,7 +305,7 @@ class _Move:
         old = [self.leaves[i] for i in moved]
         flat = [(self.names[i], slab) for i, leaf in zip(moved, old, strict=True)
                 for slab in slabs_of(leaf)]  # fmt: skip
-        # Of a leaf that a failing disk has not taken as a whole, some pieces are there already.
+        # Of a leaf that a failing disk has not taken as a whole, some slabs are there already.
         goes = [k for k, (_, slab) in enumerate(flat) if _is_on_disk(slab) != (self.to == DISK)]
         out, names = [flat[k][1] for k in goes], [flat[k][0] for k in goes]
         future: Future[list[Any]]
@@ -316,11 +316,11 @@ class _Move:
             future = disk.read_async(out, HOST_KIND if self.to == HOST else DEVICE)
 
         def arranged(new: list[Any]) -> list[Leaf]:
-            place = host_sharding if self.to == HOST else on_device
+            moved_to = host_sharding if self.to == HOST else on_device
             slabs = [slab for _, slab in flat]
             for k, slab in enumerate(slabs):
                 if not _is_on_disk(slab) and self.to != DISK:
-                    slabs[k] = jax.device_put(slab, place(slab.sharding))
+                    slabs[k] = jax.device_put(slab, moved_to(slab.sharding))
             for k, slab in zip(goes, new, strict=True):
                 slabs[k] = slab
             found = regrouped(old, slabs, self.to)

@@ -1,4 +1,4 @@
-"""Phases of a program: where every part of a state is in each of them, as one value."""
+"""Phases of a program: where every field of a state is in each of them, as one value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fzero.state.offload import (
     CLASSES,
     How,
     Observer,
-    fields_of_part,
+    fields_of,
     move_fields,
     settled_or_back,
 )
@@ -27,7 +27,7 @@ class Phases:
     """Where a state is in each phase of a program, as one value.
 
     Args:
-        train: the tier of each part of the state while training, such as `{"opt_state": "host"}`;
+        train: the tier of each field of the state while training, such as `{"opt_state": "host"}`;
             parts that are not named are on the device.
         generate: the same, while generating.
         idle: the same, while another model has the device. Everything on the host by default.
@@ -50,11 +50,11 @@ class Phases:
 
     def __post_init__(self) -> None:
         for phase in dataclasses.fields(self):
-            for part, tier in getattr(self, phase.name).items():
-                fields_of_part(part)
+            for word, tier in getattr(self, phase.name).items():
+                fields_of(word)
                 if tier not in TIERS:
                     raise PlacementError(
-                        f"Phases: {phase.name}[{part!r}]={tier!r}: expected one of {list(TIERS)}"
+                        f"Phases: {phase.name}[{word!r}]={tier!r}: expected one of {list(TIERS)}"
                     )
 
 
@@ -97,8 +97,8 @@ def enter(
         0
     """
     tiers = dict.fromkeys(CLASSES, DEVICE)
-    for part, tier in phase.items():
-        tiers.update(dict.fromkeys(fields_of_part(part, state), tier))
+    for word, tier in phase.items():
+        tiers.update(dict.fromkeys(fields_of(word, state), tier))
     how = How("enter", path, non_blocking, donate, observer)
     moving = False
     for tier in (DISK, HOST, DEVICE):

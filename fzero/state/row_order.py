@@ -1,6 +1,6 @@
 """In which rows an array keeps a stack's layers: in another order they are arrays of the same look.
 
-`TrainState.rows` says it of a state. But parts of a state are handed on, as in
+`TrainState.rows` says it of a state. But fields of a state are handed on, as in
 `state.replace(params=other.params)`, and a step would run the layers in a wrong order. So an array
 is known by its identity to lie as the first state said that had it, and no state takes it where
 another order is meant. What is computed of such arrays is new, and believed.

@@ -221,16 +221,16 @@ def write(
         return []
     file = scratch(path)
     distinct = [_distinct(array) for array in arrays]
-    sizes = [leaf_bytes(data) for parts in distinct for data in parts.values()]
+    sizes = [leaf_bytes(data) for shards in distinct for data in shards.values()]
     extents = _take(file, sizes, arrays, names)
-    places = iter(zip(extents, sizes, strict=True))
+    ranges = iter(zip(extents, sizes, strict=True))
     leaves: list[list[tuple[Index, Shard]]] = []
-    for array, name, parts in zip(arrays, names, distinct, strict=True):
+    for array, name, shards in zip(arrays, names, distinct, strict=True):
         leaves.append([])
-        for number, (index, data) in enumerate(parts.items()):
-            what = functools.partial(_what, name, number, len(parts), array.shape, array.dtype)
+        for number, (index, data) in enumerate(shards.items()):
+            what = functools.partial(_what, name, number, len(shards), array.shape, array.dtype)
             memory = functools.partial(_bytes_of, data)
-            leaves[-1].append((index, Shard(file, *next(places), what, memory)))
+            leaves[-1].append((index, Shard(file, *next(ranges), what, memory)))
     try:
         with _bare_errors():
             requests.write([shard for leaf in leaves for _, shard in leaf])
@@ -355,11 +355,11 @@ def _bytes_of(data: jax.Array) -> Bytes:
 
 
 def _handle(
-    file: Scratch, array: jax.Array, name: str, parts: Sequence[tuple[Index, Shard]]
+    file: Scratch, array: jax.Array, name: str, shards: Sequence[tuple[Index, Shard]]
 ) -> DiskArray:
     stored = tuple(
         _StoredShard(index, shard.nbytes, shard.extent, tuple(shard.checksums))
-        for index, shard in parts
+        for index, shard in shards
     )
     sharding = array.sharding
     if sharding.memory_kind not in (None, "device"):
@@ -409,14 +409,14 @@ class _Returning:
         else:
             _place([(self, device, value) for device in devices])
 
-    def place(self, device: jax.Device) -> Sharding:
-        """Where a piece goes."""
+    def sharding_on(self, device: jax.Device) -> Sharding:
+        """Where a shard goes."""
         if self._alone:
             return self._sharding
         return SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     def array(self) -> jax.Array:
-        """The whole, once everything is there. Maybe no piece of it is in this process."""
+        """The whole, once everything is there. Maybe no shard of it is in this process."""
         leaf, sharding = self._leaf, self._sharding
         if self._alone and self.arrays:
             (array,) = self.arrays.values()
@@ -437,10 +437,10 @@ class _Returning:
 def _place(copies: Sequence[tuple[_Returning, jax.Device, Any]]) -> None:
     if not copies:
         return
-    places = [leaf.place(device) for leaf, device, _ in copies]
+    shardings = [leaf.sharding_on(device) for leaf, device, _ in copies]
     # 64-bit values keep their dtype: a thread that reads may not have them switched on.
     with jax.enable_x64(True):
-        arrays = jax.device_put([value for _, _, value in copies], places)
+        arrays = jax.device_put([value for _, _, value in copies], shardings)
     for (leaf, device, _), array in zip(copies, arrays, strict=True):
         leaf.arrays[device] = array
 
@@ -456,12 +456,12 @@ def _weakly(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _index(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
-    return tuple(part.indices(dim)[:2] for part, dim in zip(index or (), shape, strict=True))
+    return tuple(one.indices(dim)[:2] for one, dim in zip(index or (), shape, strict=True))
 
 
-def _what(name: str, part: int, parts: int, shape: Sequence[int], dtype: Any) -> str:
+def _what(name: str, number: int, count: int, shape: Sequence[int], dtype: Any) -> str:
     whole = f"`{name}` ({_typed(shape, dtype)})"
-    return whole if parts == 1 else f"shard {part} of {parts} of {whole}"
+    return whole if count == 1 else f"shard {number} of {count} of {whole}"
 
 
 def _typed(shape: Sequence[int], dtype: Any) -> str:

@@ -33,7 +33,7 @@ CHUNK = 4 << 20
 # Requests in flight per call. NVMe drives and cloud disks reach their bandwidth at 4 to 8 requests
 # of this size; more only takes memory.
 DEPTH = 8
-# Most chunks of one request: the kernel takes 1024 pieces of memory.
+# Most chunks of one request: the kernel takes 1024 buffers.
 _MOST = 1024
 
 
@@ -130,12 +130,12 @@ def read(shards: Sequence[Shard]) -> None:
 def _write(request: Request) -> None:
     (first, number), file = request[0], request[0][0].file
     try:
-        pieces = [shard.chunk(chunk) for shard, chunk in request]
-        for (shard, chunk), piece in zip(request, pieces, strict=True):
-            shard.checksums[chunk] = checksum(piece, shard.seed(chunk))
-        if any(len(x) % BLOCK or not len(x) or x.ctypes.data % file.alignment for x in pieces):
-            pieces = [_in_blocks(pieces)]
-        if not _all(os.pwritev, file.fd, pieces, first.extent.offset + number * CHUNK):
+        buffers = [shard.chunk(chunk) for shard, chunk in request]
+        for (shard, chunk), buffer in zip(request, buffers, strict=True):
+            shard.checksums[chunk] = checksum(buffer, shard.seed(chunk))
+        if any(len(x) % BLOCK or not len(x) or x.ctypes.data % file.alignment for x in buffers):
+            buffers = [_in_blocks(buffers)]
+        if not _all(os.pwritev, file.fd, buffers, first.extent.offset + number * CHUNK):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise _not_written(first, error) from error
@@ -143,8 +143,8 @@ def _write(request: Request) -> None:
 
 def _read(request: Request) -> None:
     (first, number), file = request[0], request[0][0].file
-    pieces = [shard.chunk(chunk) for shard, chunk in request]
-    left = list(pieces)
+    buffers = [shard.chunk(chunk) for shard, chunk in request]
+    left = list(buffers)
     try:
         _all(os.preadv, file.fd, left, first.extent.offset + number * CHUNK)
     except OSError as error:
@@ -152,10 +152,10 @@ def _read(request: Request) -> None:
             f"reload from disk: cannot read {first.what()} from {file.directory}:"
             f" {error.strerror}. {_LOST}"
         ) from error
-    for place, ((shard, chunk), piece) in enumerate(zip(request, pieces, strict=True)):
+    for at, ((shard, chunk), buffer) in enumerate(zip(request, buffers, strict=True)):
         # Fresh memory may hold, by chance, what was there before: this very leaf.
-        short = place >= len(pieces) - len(left)
-        start, data = chunk * CHUNK, piece[: max(0, shard.nbytes - chunk * CHUNK)]
+        short = at >= len(buffers) - len(left)
+        start, data = chunk * CHUNK, buffer[: max(0, shard.nbytes - chunk * CHUNK)]
         found, expected = checksum(data, shard.seed(chunk)), shard.checksums[chunk]
         if short or found != expected:
             raise PlacementError(
@@ -169,36 +169,36 @@ def _read(request: Request) -> None:
 _LOST = "Unless the disk recovers, this leaf needs a checkpoint."
 
 
-def _in_blocks(pieces: Sequence[Bytes]) -> Bytes:
-    """Copies of pieces in memory that can be written from, each padded with zeros."""
-    size = sum(padded(len(piece)) for piece in pieces)
+def _in_blocks(buffers: Sequence[Bytes]) -> Bytes:
+    """Copies of buffers in memory that can be written from, each padded with zeros."""
+    size = sum(padded(len(buffer)) for buffer in buffers)
     # One per thread, touched once and used again and again. Only the kernel sees it.
     memory = getattr(_STAGING, "memory", None)
     if memory is None or len(memory) < size:
         memory = _STAGING.memory = aligned(max(size, CHUNK))
     at = 0
-    for piece in pieces:
-        memory[at : at + len(piece)] = piece
-        memory[at + len(piece) : at + padded(len(piece))] = 0
-        at += padded(len(piece))
+    for buffer in buffers:
+        memory[at : at + len(buffer)] = buffer
+        memory[at + len(buffer) : at + padded(len(buffer))] = 0
+        at += padded(len(buffer))
     return memory[:size]
 
 
 _STAGING = threading.local()
 
 
-def _all(call: Callable[..., int], fd: int, pieces: list[Bytes], offset: int) -> bool:
+def _all(call: Callable[..., int], fd: int, buffers: list[Bytes], offset: int) -> bool:
     """Repeats a request that was cut short; `False` if it stays so."""
-    while pieces:
-        count = call(fd, pieces, offset)
+    while buffers:
+        count = call(fd, buffers, offset)
         count -= count % BLOCK  # a direct request goes on at a block
         if not count:
             return False
         offset += count
-        while pieces and count >= len(pieces[0]):
-            count -= len(pieces.pop(0))
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
         if count:
-            pieces[0] = pieces[0][count:]
+            buffers[0] = buffers[0][count:]
     return True
 
 

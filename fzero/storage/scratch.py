@@ -252,11 +252,11 @@ def _make_direct(fd: int) -> tuple[int, str]:
     memory[:] = 0
     for alignment in _ALIGNMENTS:
         start = alignment % BLOCK  # aligned to this, and to nothing larger
-        pieces = [memory[i + start : i + start + BLOCK] for i in (0, 2 * BLOCK)]
+        buffers = [memory[i + start : i + start + BLOCK] for i in (0, 2 * BLOCK)]
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
-            os.pwritev(fd, pieces, 0)
-            os.preadv(fd, pieces, 0)
+            os.pwritev(fd, buffers, 0)
+            os.preadv(fd, buffers, 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise

@@ -197,11 +197,11 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
         return
     shown = [f"{path} ({tier_of(leaf)}, {leaf_bytes(leaf):,} bytes)" for path, leaf in parked]
     size = sum(leaf_bytes(leaf) for _, leaf in parked)
-    parts = sorted({path.split("/")[0] for path, _ in parked})
+    fields = sorted({path.split("/")[0] for path, _ in parked})
     raise PlacementError(
         f"{operation}: expected every leaf on the device, but {len(parked)} are parked"
         f" ({size:,} bytes): {some_of(shown, 6)}. Bring them back with"
-        f" state = fz.reload(state, {parts})"
+        f" state = fz.reload(state, {fields})"
     )
 
 

@@ -3,8 +3,8 @@
 - `grads`: one step's gradients on one device; calls, for each microbatch,
 - `chain`: a microbatch through all links, by `layer` and `stack` (`stack_layer`, `stack_halves`);
   `prefetch` is the loop that fetches one layer ahead.
-- `rules`: how weights are fetched and gradients sent under a plan; `fetched` keeps what one pass
-  has fetched; `at_use` gathers where a function reads, `narrow` in 8 bits (`quantize`).
+- `rules`: how weights are fetched and gradients sent under a plan; `weights` keeps what one pass
+  has fetched; `replay` gathers where a function reads, `float8_weights` in 8 bits (`quantize`).
 - `collectives`: the gather and the reduce-scatter themselves.
 - `vjp`: reverse mode that keeps no weight, `min_cut` the fewest bytes; `keeping`: what a plan keeps
   that does not say it.

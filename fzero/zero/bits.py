@@ -94,10 +94,10 @@ def from_bits(value: jax.Array, dtype: Any) -> jax.Array:
     return value if value.dtype == dtype else jax.lax.bitcast_convert_type(value, dtype)
 
 
-def add_in_order(parts: jax.Array, size: int) -> jax.Array:
+def add_in_order(addends: jax.Array, size: int) -> jax.Array:
     """The sum over dim 0; 16-bit floats in float32, as the CPU backend does within a process."""
-    wide = parts if parts.dtype.itemsize != 2 else parts.astype(jnp.float32)
+    wide = addends if addends.dtype.itemsize != 2 else addends.astype(jnp.float32)
     total = wide[0]
     for index in range(1, size):
         total = total + wide[index]
-    return total.astype(parts.dtype)
+    return total.astype(addends.dtype)

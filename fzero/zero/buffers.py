@@ -61,7 +61,7 @@ def _largest(leaf: jax.Array, group: Group) -> jax.Array:
         return jax.lax.complex(_largest(leaf.real, group), _largest(leaf.imag, group))
     number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
     whole = PartitionSpec()
-    run = group.on_parts(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
+    run = group.on_shards(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
     largest: jax.Array = run(number)
     if is_floating(leaf):  # a maximum over devices may leave NaN out
         ill = run(jnp.isnan(leaf).astype(jnp.int32))

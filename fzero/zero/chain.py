@@ -25,7 +25,6 @@ from fzero.links import Stack
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree
-from fzero.zero.fetched import FetchedWeights, Secondary, Sums, trained_leaves
 from fzero.zero.layer import (
     End,
     LayerSaved,
@@ -38,6 +37,7 @@ from fzero.zero.layer import (
 from fzero.zero.rules import Rules
 from fzero.zero.stack import StackSaved, stack_backward, stack_eval, stack_forward
 from fzero.zero.stack_halves import StackHalf, stack_input_backward, stack_weight_backward
+from fzero.zero.weights import FetchedWeights, Secondary, Sums, trained_leaves
 
 
 Saved = list[LayerSaved | StackSaved]

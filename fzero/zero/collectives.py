@@ -67,10 +67,10 @@ def gather_int8(shard: jax.Array, split: Split, dtype: Any, again: bool) -> jax.
     if dim is None or split.shards == 1:
         return round_to(shard, dtype)
     sent = _all_gather(encode(shard.reshape(1, -1)), split.over, 0, again)
-    parts = round_to(decode(sent, shard.size), dtype).reshape(split.shards, *shard.shape)
+    shards = round_to(decode(sent, shard.size), dtype).reshape(split.shards, *shard.shape)
     shape = list(shard.shape)
     shape[dim] *= split.shards
-    return split.logical(jnp.moveaxis(parts, 0, dim).reshape(shape), dim)
+    return split.logical(jnp.moveaxis(shards, 0, dim).reshape(shape), dim)
 
 
 def agreed_largest(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -189,7 +189,7 @@ def all_reduce_tree(
 def summed(tree: PyTree, group: Group) -> PyTree:
     """The sums over all devices of arrays that no further axis divides."""
     whole = PartitionSpec()
-    return group.on_parts(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
+    return group.on_shards(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
 
 
 def shard_index() -> jax.Array:
@@ -203,20 +203,20 @@ def sum_over(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
         return value
     if not group.ordered:
         return jax.lax.psum(value, axis)
-    parts = jax.lax.all_gather(as_bits(value, group), axis)
-    return add_in_order(from_bits(parts, value.dtype), size)
+    addends = jax.lax.all_gather(as_bits(value, group), axis)
+    return add_in_order(from_bits(addends, value.dtype), size)
 
 
 def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
     if not group.ordered:
         return jax.lax.psum_scatter(grad, DATA, scatter_dimension=dim, tiled=True)
     bits = as_bits(_for_each_device(grad, dim, group), group)
-    pieces = from_bits(jax.lax.all_to_all(bits, DATA, 0, 0), grad.dtype)
-    return add_in_order(pieces, group.data)
+    addends = from_bits(jax.lax.all_to_all(bits, DATA, 0, 0), grad.dtype)
+    return add_in_order(addends, group.data)
 
 
 def _for_each_device(whole: jax.Array, dim: int, group: Group) -> jax.Array:
     """The shards of a whole leaf, one a row."""
     length = whole.shape[dim] // group.data
-    pieces = whole.reshape(*whole.shape[:dim], group.data, length, *whole.shape[dim + 1 :])
-    return jnp.moveaxis(pieces, dim, 0)
+    shards = whole.reshape(*whole.shape[:dim], group.data, length, *whole.shape[dim + 1 :])
+    return jnp.moveaxis(shards, dim, 0)

@@ -20,10 +20,10 @@ from fzero.sharding.split import Split, flat_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import entered, train_backward, train_forward
 from fzero.zero.collectives import shard_index
-from fzero.zero.fetched import FetchedWeights
 from fzero.zero.grads import loss_seed, unscaled
 from fzero.zero.rules import Rules
 from fzero.zero.stack import stack_watched
+from fzero.zero.weights import FetchedWeights
 
 
 def chain_marks(

@@ -26,9 +26,9 @@ from fzero.tree import PyTree, added, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
-from fzero.zero.fetched import FetchedWeights
 from fzero.zero.keeping import settled
 from fzero.zero.rules import Rules
+from fzero.zero.weights import FetchedWeights
 
 
 def local_gradients(

@@ -12,8 +12,8 @@ from fzero.links import Context, Layer, Mean, apply_layer, layer_params, split_l
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions
 from fzero.tree import PyTree
-from fzero.zero.fetched import FetchedWeights, Secondary, Sums, trained_leaves
 from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
+from fzero.zero.weights import FetchedWeights, Secondary, Sums, trained_leaves
 
 
 @partial(

@@ -38,7 +38,7 @@ def look_ahead(
         ahead: whether to fetch one ahead; two layers' weights are alive then.
         reverse: whether layer `num - 1` is the first.
         outside: whether, where weights are fetched ahead, the layer that comes last stands outside
-            of the loop. It spares a gather; results are then two pieces, which only a copy joins.
+            of the loop. It spares a gather; results are then two arrays, which only a copy joins.
 
     Returns:
         `(carry, (results of the looped layers, stacked; that of the layer outside))`, with `None`

@@ -32,7 +32,7 @@ from fzero.zero.collectives import (
     secondary_shard,
     split_dim,
 )
-from fzero.zero.narrow import Narrow
+from fzero.zero.float8_weights import Narrow
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class Rules:
         A leaf on the host comes to the device first. `again` marks a backward pass.
         """
         fetch = partial(self._fetch, split, again=again)
-        return self._on_parts(split, fetch, compat.to_device(leaf), self.sharded)
+        return self._on_shards(split, fetch, compat.to_device(leaf), self.sharded)
 
-    def _on_parts(
+    def _on_shards(
         self, split: Split, function: Callable[..., Any], leaf: jax.Array, sharded: bool = False
     ) -> jax.Array:
-        """A whole leaf, or one layer of it, by a function of each device's part of what is given:
+        """A whole leaf, or one layer of it, by a function of each device's shard of what is given:
         `sharded`, or as whole."""
         given, to = (split.spec(shard, FURTHER, leaf.ndim) for shard in (sharded, False))
-        found: jax.Array = self.group.on_parts(function, (given,), to)(leaf)
+        found: jax.Array = self.group.on_shards(function, (given,), to)(leaf)
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
@@ -140,7 +140,7 @@ class Rules:
         found = []
         for split, wide, most in zip(splits, own, largest, strict=True):
             bits, unit = by_largest(wide, most, E4M3)
-            whole = self._on_parts(
+            whole = self._on_shards(
                 split, partial(gather, split=split, group=self.group, again=again), bits, True
             )
             found.append(Narrow(self._ready(whole), unit))
@@ -154,7 +154,7 @@ class Rules:
         kept = self.sharded and self.group.secondary > 0 and split.dim is not None
         if not kept:
             return None
-        return self._on_parts(split, lambda leaf: secondary_shard(leaf, split, self.group), whole)
+        return self._on_shards(split, lambda leaf: secondary_shard(leaf, split, self.group), whole)
 
     def refetch(self, split: Split, leaf: jax.Array, secondary: jax.Array | None) -> jax.Array:
         """A leaf ready for use in a backward pass: from its secondary shards, or again."""
@@ -164,7 +164,7 @@ class Rules:
         def join(secondary: jax.Array) -> jax.Array:
             return self._ready(gather_secondary(secondary, split, self.group))
 
-        return self._on_parts(split, join, secondary)
+        return self._on_shards(split, join, secondary)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
@@ -179,7 +179,7 @@ class Rules:
         def scatter(cut: jax.Array) -> jax.Array:
             return round_to(reduce_scatter(cut, dim, split, self.group), cut.dtype)
 
-        shard: jax.Array = self.group.on_parts(scatter, (spec,), to)(cut)
+        shard: jax.Array = self.group.on_shards(scatter, (spec,), to)(cut)
         return shard
 
     def reduced_dtype(self, split: Split, dtype: Any) -> Any:
@@ -223,7 +223,7 @@ class Rules:
         splits = trained(self.splits)
         map_splits(collect, splits, grads)
         specs = {s.path: s.spec(False) for s in flat_splits(splits) if s.path in whole}
-        summed = self.group.on_parts(
+        summed = self.group.on_shards(
             lambda whole: all_reduce_tree(whole, self.group), (specs,), specs
         )(self.fence(whole))  # fmt: skip
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}

@@ -18,7 +18,7 @@ from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.tree import PyTree, named_leaves, shapes_of
-from fzero.zero.narrow import Narrow, narrow_inputs, traced, with_narrow
+from fzero.zero.float8_weights import Narrow, narrow_inputs, traced, with_narrow
 from fzero.zero.rules import Rules
 from fzero.zero.sequence_parallel import Handover
 from fzero.zero.vjp import Floats, forward, remat_policy

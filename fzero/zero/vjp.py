@@ -99,10 +99,10 @@ class Floats:
         """The structure, the leaves that gradients flow through (if any may), and the others."""
         leaves, treedef = jax.tree.flatten(tree)
         mask = tuple(differentiable and bool(jnp.issubdtype(x.dtype, np.inexact)) for x in leaves)
-        parts: tuple[list[Any], list[Any]] = ([], [])
+        sides: tuple[list[Any], list[Any]] = ([], [])
         for leaf, is_float in zip(leaves, mask, strict=True):
-            parts[not is_float].append(leaf)
-        return Floats(treedef, mask), *parts
+            sides[not is_float].append(leaf)
+        return Floats(treedef, mask), *sides
 
     def join(self, floats: Sequence[Any], rest: Sequence[Any]) -> PyTree:
         """The tree again."""

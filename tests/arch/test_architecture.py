@@ -171,7 +171,7 @@ NAMING_AXES = {
         "fzero/zero/sequence_parallel.py", "torch_bridge/structure/divide.py",
     ],
     "attention and experts": [
-        "fzero/exchange/attention.py", "fzero/exchange/experts.py", "fzero/exchange/fused.py",
+        "fzero/exchange/attention.py", "fzero/exchange/experts.py", "fzero/exchange/cudnn.py",
     ],
     "what `sequence_parallel` is about": [
         "fzero/plan_exclusions.py", "fzero/report/description.py",

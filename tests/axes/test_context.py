@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import fzero as fz
 from fzero.compat import auto_mesh
-from fzero.exchange.fused import fused_attention
+from fzero.exchange.cudnn import fused_attention
 from fzero.preflight import hlo
 from tests.support.cudnn import answered
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import fzero as fz
 from fzero.compat import auto_mesh
-from fzero.exchange import fused
+from fzero.exchange import cudnn
 from fzero.preflight.hlo.counts import Module
 from fzero.preflight.kernels import Kernels
 from fzero.preflight.network import Network, uses
@@ -184,11 +184,11 @@ def test_a_blocks_kernels_are_those_that_jax_calls(causal):
     level = jax.ShapeDtypeStruct((2, 8, 256), jnp.float32)
 
     def jaxs(q, k, v):
-        return jax.vjp(fused._kernel(causal, None, 0.5), q, k, v)[1](q)
+        return jax.vjp(cudnn._kernel(causal, None, 0.5), q, k, v)[1](q)
 
     def own(q, k, v, level):
-        out, _ = fused.block(q, k, v, causal=causal, scale=0.5)
-        return out, fused.gradients(q, k, v, q, level, q, causal=causal, scale=0.5)
+        out, _ = cudnn.block(q, k, v, causal=causal, scale=0.5)
+        return out, cudnn.gradients(q, k, v, q, level, q, causal=causal, scale=0.5)
 
     wanted, found = configs(jaxs, q, k, k), configs(own, q, k, k, level)
     assert set(found) == set(wanted) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}

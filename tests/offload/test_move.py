@@ -234,7 +234,7 @@ def test_a_step_refuses_parked_leaves_that_it_needs(to, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"include": "optimizer"}, "'optimizer' is no part of a state"),
+        ({"include": "optimizer"}, "'optimizer' is no field of a state"),
         ({"to": "nvme"}, "to='nvme': expected 'host' or 'disk'"),
         ({"fraction": 1.5}, "fraction=1.5: expected a share from 0 to 1"),
         ({"where": "("}, "expected a regular expression"),
@@ -374,7 +374,7 @@ def test_phases(tmp_path):
     assert all(before[p].tobytes() == v.tobytes() for p, v in tiny.host(again).items())
     with pytest.raises(fz.PlacementError, match="expected one of"):
         fz.Phases(train={"opt_state": "hbm"})
-    with pytest.raises(fz.PlacementError, match="no part of a state"):
+    with pytest.raises(fz.PlacementError, match="no field of a state"):
         fz.enter(again, {"weights": "host"})
 
 

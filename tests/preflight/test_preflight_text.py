@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fzero.preflight.bounds import bounds
-from fzero.preflight.gathered import gathered
+from fzero.preflight.gather_memory import gathered
 from fzero.preflight.hlo import Module
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.network import Network, traffic, uses

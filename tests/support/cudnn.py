@@ -22,6 +22,6 @@ def answered() -> Iterator[None]:
 
     with (
         mock.patch.object(jax.nn, "dot_product_attention", here),
-        mock.patch("fzero.exchange.fused.traced_platform", return_value="gpu"),
+        mock.patch("fzero.exchange.cudnn.traced_platform", return_value="gpu"),
     ):
         yield

@@ -132,10 +132,10 @@ def test_gpt2_is_the_same_bit_for_bit(gpt2_rolled: tb.Converted) -> None:
 @pytest.mark.nightly  # made of the conversion's own parts
 def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     assert tb.parity(net, rolled, X).agrees
-    loop = rolled._rolled[True].parts[1]
+    loop = rolled._rolled[True].members[1]
     wrong = dataclasses.replace(loop, scanned={k: v + 0.1 for k, v in loop.scanned.items()})
-    parts = (rolled._rolled[True].parts[0], wrong, rolled._rolled[True].parts[2])
-    graphs = {**rolled._rolled, True: dataclasses.replace(rolled._rolled[True], parts=parts)}
+    members = (rolled._rolled[True].members[0], wrong, rolled._rolled[True].members[2])
+    graphs = {**rolled._rolled, True: dataclasses.replace(rolled._rolled[True], members=members)}
     report = tb.parity(
         net,
         dataclasses.replace(rolled, _graphs=dataclasses.replace(rolled._graphs, rolled=graphs)),

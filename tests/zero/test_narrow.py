@@ -10,7 +10,7 @@ import pytest
 
 import fzero as fz
 from fzero.programs.jaxprs import Program
-from fzero.zero.narrow import narrow_inputs
+from fzero.zero.float8_weights import narrow_inputs
 from tests.support import tiny
 
 

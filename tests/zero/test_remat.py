@@ -17,7 +17,7 @@ from flax import linen, nnx
 
 import fzero as fz
 from fzero.batch import abstract_batch
-from fzero.preflight.parked import on_the_device, room_of_parked
+from fzero.preflight.parking import on_the_device, room_of_parked
 from fzero.preflight.shapes import saved_in_a_step
 from fzero.report.report import Report
 from fzero.sharding.blueprint import blueprint, planned

@@ -34,10 +34,10 @@ class Source(Protocol):
     def describe(self) -> str:
         """One line for the reader of a run."""
 
-    def train_batch(self, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)) -> Batch:
+    def train_batch(self, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)) -> Batch:
         """The batch of a step, from seed and step alone; of several processes, one's own rows."""
 
-    def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+    def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """All that validates, likewise; rows that fill the last batch count nothing."""
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:

@@ -19,7 +19,7 @@ from fzero.errors import warn
 from torch_bridge.cli.corpus import Batch, entropy
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import STDLIB, DataSettings
-from torch_bridge.documents.rows import batch_places
+from torch_bridge.documents.rows import batch_rows
 
 
 IntArray = NDArray[np.int32]
@@ -73,13 +73,13 @@ class Corpus:
             f"validation on {self.validation.size:,} {unit} from {self.num_files[1]}"
         )
 
-    def train_batch(self, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)) -> Batch:
+    def train_batch(self, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)) -> Batch:
         """See `train_batch`."""
-        return train_batch(self, seed, step, size, part)
+        return train_batch(self, seed, step, size, who)
 
-    def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+    def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """See `validation_batches`."""
-        return validation_batches(self, size, part)
+        return validation_batches(self, size, who)
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:
         """Every token counts."""
@@ -114,7 +114,7 @@ def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
 
 
 def train_batch(
-    corpus: Corpus, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)
+    corpus: Corpus, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)
 ) -> Batch:
     """The batch of step `step`, from (seed, step) alone: no step needs those before it.
 
@@ -125,27 +125,25 @@ def train_batch(
         seed: of the order.
         step: from 0.
         size: sequences in the batch of all processes, which divide it.
-        part: this process and how many there are: only its own sequences are gathered, and those of
+        who: this process and how many there are: only its own sequences are gathered, and those of
             all, in their order, are the batch of one.
     """
-    own = size // part[1]
-    places = batch_places(len(corpus.train), seed, step, size)
-    tokens = corpus.train[places[part[0] * own : (part[0] + 1) * own]]
+    own = size // who[1]
+    numbers = batch_rows(len(corpus.train), seed, step, size)
+    tokens = corpus.train[numbers[who[0] * own : (who[0] + 1) * own]]
     return {"input_ids": tokens, "labels": tokens}
 
 
-def validation_batches(
-    corpus: Corpus, size: int, part: tuple[int, int] = (0, 1)
-) -> Iterator[Batch]:
+def validation_batches(corpus: Corpus, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
     """The validation sequences in batches of one size; rows that fill the last count nothing.
 
     Args:
         corpus: the text.
         size: sequences in the batch of all processes, which divide it.
-        part: as for `train_batch`.
+        who: as for `train_batch`.
     """
-    own = size // part[1]
-    for start in range(part[0] * own, len(corpus.validation) + part[0] * own, size):
+    own = size // who[1]
+    for start in range(who[0] * own, len(corpus.validation) + who[0] * own, size):
         tokens = corpus.validation[start : start + own]
         labels = corpus.labels[start : start + own]
         missing = ((0, own - len(tokens)), (0, 0))
@@ -167,7 +165,7 @@ def _texts(settings: DataSettings) -> tuple[list[Text], list[Text], tuple[int, i
     if len(named) == 1:
         # One file cannot be split by file: its last part validates.
         (path,) = named.values()
-        return [partial(_part, path, False)], [partial(_part, path, True)], (1, 1)
+        return [partial(_side, path, False)], [partial(_side, path, True)], (1, 1)
     held_out = _held_out(list(named))
     train = [partial(_text, path) for name, path in named.items() if name not in held_out]
     validation = [partial(_text, path) for name, path in named.items() if name in held_out]
@@ -181,7 +179,7 @@ def _text(path: Path) -> bytes:
         raise CommandError(f"--data: {error.filename} cannot be read ({error.strerror})") from error
 
 
-def _part(path: Path, last: bool) -> bytes:
+def _side(path: Path, last: bool) -> bytes:
     text = _text(path)
     cut = int(len(text) * (1 - VALIDATION_SHARE))
     while 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character of UTF-8
@@ -270,7 +268,7 @@ def _validation_rows(tokens: IntArray, seq: int, limit: int) -> tuple[IntArray, 
     chosen = np.unique(np.linspace(0, num - 1, min(limit, num)).astype(np.int64))
     rows = np.zeros((len(chosen), seq), np.int32)
     labels = np.full_like(rows, IGNORED)
-    for place, row in enumerate(chosen):
+    for number, row in enumerate(chosen):
         own = tokens[row * seq : (row + 1) * seq]
-        rows[place, : len(own)] = labels[place, : len(own)] = own
+        rows[number, : len(own)] = labels[number, : len(own)] = own
     return rows, labels

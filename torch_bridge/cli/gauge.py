@@ -81,8 +81,8 @@ def gauge_of(
         state: the state.
     """
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
-    parts = (plan.data or 1) * plan.replica * plan.microbatches
-    flops = model_flops(model, plan, rows, parts) / tokens
+    times = (plan.data or 1) * plan.replica * plan.microbatches
+    flops = model_flops(model, plan, rows, times) / tokens
     state_bytes = fz.placement(state).bytes_per_device["total"]
     peak = None
     with contextlib.suppress(fz.PreflightError):  # a device without a data sheet

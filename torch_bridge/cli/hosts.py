@@ -62,19 +62,19 @@ class Feed:
 
     def train(self, seed: int, step: int, size: int) -> Any:
         """As `data.train_batch`."""
-        part = self._part(size)
-        return self._placed(self.corpus.train_batch(seed, step, size, part), part)
+        who = self._whose(size)
+        return self._placed(self.corpus.train_batch(seed, step, size, who), who)
 
     def validation(self, size: int) -> Iterator[Any]:
         """As `data.validation_batches`."""
-        part = self._part(size)
-        for batch in self.corpus.validation_batches(size, part):
-            yield self._placed(batch, part)
+        who = self._whose(size)
+        for batch in self.corpus.validation_batches(size, who):
+            yield self._placed(batch, who)
 
-    def _part(self, size: int) -> tuple[int, int]:
+    def _whose(self, size: int) -> tuple[int, int]:
         devices = self._layout.batch_sharding.mesh.devices.size
         even = size % math.lcm(self._layout.batch_multiple, devices) == 0
         return (jax.process_index(), jax.process_count()) if even else (0, 1)
 
-    def _placed(self, batch: Batch, part: tuple[int, int]) -> Any:
-        return fz.local_batch(batch, self._layout) if part[1] > 1 else batch
+    def _placed(self, batch: Batch, who: tuple[int, int]) -> Any:
+        return fz.local_batch(batch, self._layout) if who[1] > 1 else batch

@@ -173,11 +173,11 @@ def evaluate_state(eval_step: EvalStep, state: Any, feed: Feed, batch: int) -> f
     return total / count
 
 
-def _add(part: dict[str, Any] | None, total: float, count: float) -> tuple[float, float]:
+def _add(one: dict[str, Any] | None, total: float, count: float) -> tuple[float, float]:
     """The two sums of an exact mean, with one more batch in them."""
-    if part is None:
+    if one is None:
         return total, count
-    return total + float(part["loss"]) * float(part["count"]), count + float(part["count"])
+    return total + float(one["loss"]) * float(one["count"]), count + float(one["count"])
 
 
 def fit(

@@ -312,8 +312,8 @@ def read_config(config_file: Path) -> Any:
 
 def _refuse_quantised(config_file: Path, values: Any) -> None:
     """Weights that bitsandbytes, GPTQ, AWQ and others have packed are not read."""
-    parts = [values, *values.values()] if isinstance(values, dict) else []
-    configs = [p.get("quantization_config") for p in parts if isinstance(p, dict)]
+    levels = [values, *values.values()] if isinstance(values, dict) else []
+    configs = [p.get("quantization_config") for p in levels if isinstance(p, dict)]
     for found in filter(None, configs):
         method = found.get("quant_method") if isinstance(found, dict) else None
         remedy = ""

@@ -19,7 +19,7 @@ from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.settings import TrainSettings
 from torch_bridge.cli.tasks import Trained
 from torch_bridge.cli.tuning_settings import QUANTISED, VALIDATION_EVERY, LoraSettings, RowSettings
-from torch_bridge.documents.rows import Rows, batch_places
+from torch_bridge.documents.rows import Rows, batch_rows
 from torch_bridge.documents.spool import Spool
 from torch_bridge.documents.tokens import IGNORED, documents_of
 
@@ -72,17 +72,17 @@ class RowCorpus:
             f" documents{missing}"
         )
 
-    def train_batch(self, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)) -> Batch:
+    def train_batch(self, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)) -> Batch:
         """See `Rows.batch`."""
-        return self.train.batch(seed, step, size, _own(size, part))
+        return self.train.batch(seed, step, size, _own(size, who))
 
-    def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+    def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """See `Rows.in_order`."""
-        return self.validation.in_order(size, _own(size, part))
+        return self.validation.in_order(size, _own(size, who))
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:
         """Without what fills rows up."""
-        return int(self.train.tokens[batch_places(len(self.train), seed, step, size)].sum())
+        return int(self.train.tokens[batch_rows(len(self.train), seed, step, size)].sum())
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,10 @@ class Tuning:
             trained.save_around(folder)
 
 
-def _own(size: int, part: tuple[int, int]) -> slice:
+def _own(size: int, who: tuple[int, int]) -> slice:
     """A process's rows of a batch: this process, and how many there are."""
-    own = size // part[1]
-    return slice(part[0] * own, (part[0] + 1) * own)
+    own = size // who[1]
+    return slice(who[0] * own, (who[0] + 1) * own)
 
 
 def _packed_loss(forward: Any, batch: Any) -> Any:

@@ -139,90 +139,90 @@ def _precision(keys: Keys, fields: dict[str, Any]) -> None:
 
 
 def _parallelism(keys: Keys, fields: dict[str, Any]) -> None:
-    part = keys.part("parallelism_config")
-    if part is None:
+    own = keys.below("parallelism_config")
+    if own is None:
         return
     names = {"dp_replicate": "replica", "dp_shard": "data", "tp": "tensor", "cp": "context"}
     for theirs, ours in names.items():
         key = f"parallelism_config_{theirs}_size"
-        size = part.number(key, 1, int)
+        size = own.number(key, 1, int)
         if size == 1:
             continue
         if ours not in fz.Plan.__dataclass_fields__:
-            raise part.error(key, str(size), f"this version's plan has no {ours}=: write 1")
+            raise own.error(key, str(size), f"this version's plan has no {ours}=: write 1")
         fields[ours] = size
-        part.note(key, size, f"{ours}={size}")
-    part.refuse({"parallelism_config_sp_size": "no counterpart; write 1"}, (None, 1))
-    part.without_effect(
+        own.note(key, size, f"{ours}={size}")
+    own.refuse({"parallelism_config_sp_size": "no counterpart; write 1"}, (None, 1))
+    own.without_effect(
         dict.fromkeys(
             ("parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend",
              "parallelism_config_cp_backend"), "the plan's axis chooses",
         )
     )  # fmt: skip
-    part.done()
+    own.done()
 
 
 def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Imported:
-    part = keys.part("deepspeed_config") or Keys(keys.source, {}, keys.auto)
-    part.without_effect(
+    own = keys.below("deepspeed_config") or Keys(keys.source, {}, keys.auto)
+    own.without_effect(
         dict.fromkeys(
             ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
              "deepspeed_hostfile", "deepspeed_moe_layer_cls_names"),
             "tb.restore reads into the sharding; tb.save writes from any",
         )
     )  # fmt: skip
-    path = part.take("deepspeed_config_file")
+    path = own.take("deepspeed_config_file")
     if path is not None:
-        part.done()
+        own.done()
         if not isinstance(config, Mapping):
             path = Path(config).parent / path
         return from_deepspeed(path, devices=devices, auto=auto)
-    zero: dict[str, Any] = {"stage": part.number("zero_stage", 2, int)}
+    zero: dict[str, Any] = {"stage": own.number("zero_stage", 2, int)}
     for name in ("optimizer", "param"):
-        where = part.take(f"offload_{name}_device", "none")
+        where = own.take(f"offload_{name}_device", "none")
         if where not in ("none", None):
             zero[f"offload_{name}"] = {"device": where}
-            path = part.take(f"offload_{name}_nvme_path")
+            path = own.take(f"offload_{name}_nvme_path")
             if path is not None:
                 zero[f"offload_{name}"]["nvme_path"] = path
     made = {
         "zero_optimization": zero,
-        "gradient_accumulation_steps": part.number("gradient_accumulation_steps", 1, int),
-        "gradient_clipping": part.number("gradient_clipping", 0.0),
+        "gradient_accumulation_steps": own.number("gradient_accumulation_steps", 1, int),
+        "gradient_clipping": own.number("gradient_clipping", 0.0),
     }
-    part.done()
+    own.done()
     return from_deepspeed(made, devices=devices, auto=auto)
 
 
 def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> None:
-    part = keys.part("fsdp_config") or Keys(keys.source, {}, keys.auto)
-    strategy = part.take("fsdp_sharding_strategy")
+    own = keys.below("fsdp_config") or Keys(keys.source, {}, keys.auto)
+    strategy = own.take("fsdp_sharding_strategy")
     strategy = _BY_NUMBER.get(strategy, strategy)
-    again = part.take("fsdp_reshard_after_forward")
+    again = own.take("fsdp_reshard_after_forward")
     if isinstance(again, str) and again.upper() in _STRATEGIES:
         strategy, again = again.upper(), None
     if strategy is None:
         strategy = "SHARD_GRAD_OP" if again in (False, "false") else "FULL_SHARD"
     if strategy not in _STRATEGIES:
-        raise part.error(
+        raise own.error(
             "fsdp_sharding_strategy", repr(strategy), f"expected one of {list(_STRATEGIES)}"
         )
     fields["zero"], hybrid = _STRATEGIES[strategy]
-    part.note("fsdp_sharding_strategy", strategy, f"zero={fields['zero']}")
+    own.note("fsdp_sharding_strategy", strategy, f"zero={fields['zero']}")
     if hybrid:
         if devices < 1 or devices % machines:
             raise keys.error(
                 "num_processes", str(devices), f"{strategy} needs a multiple of num_machines"
             )
         replica = fields.setdefault("replica", machines)
-        part.note("num_machines", machines, f"replica={replica}")
-    if part.take("fsdp_offload_params", False):
+        own.note("num_machines", machines, f"replica={replica}")
+    if own.take("fsdp_offload_params", False):
         tiers = {"opt_state": "host"} | ({"params": "host"} if fields["zero"] == 3 else {})
         fields["tiers"] = tiers
-        part.note("fsdp_offload_params", True, f"tiers={tiers}")
-    fields["remat"] = "layer" if part.take("fsdp_activation_checkpointing", False) else "none"
-    part.note("fsdp_activation_checkpointing", fields["remat"] == "layer",
+        own.note("fsdp_offload_params", True, f"tiers={tiers}")
+    fields["remat"] = "layer" if own.take("fsdp_activation_checkpointing", False) else "none"
+    own.note("fsdp_activation_checkpointing", fields["remat"] == "layer",
               f"remat={fields['remat']!r}")  # fmt: skip
-    part.refuse({"fsdp_ignored_modules": "every leaf has its split"}, (None, False, ""))
-    part.without_effect(_FSDP)
-    part.done()
+    own.refuse({"fsdp_ignored_modules": "every leaf has its split"}, (None, False, ""))
+    own.without_effect(_FSDP)
+    own.done()

@@ -119,50 +119,50 @@ def from_deepspeed(
 def _precision(keys: Keys, fields: dict[str, Any]) -> None:
     on = []
     for name in ("bf16", "bfloat16", "fp16"):
-        part = keys.part(name)
-        if part is None:
+        own = keys.below(name)
+        if own is None:
             continue
-        enabled = part.take("enabled", False)
+        enabled = own.take("enabled", False)
         if enabled == AUTO:
-            raise part.error("enabled", "'auto'", f"pass auto={{'{name}.enabled': True}} or False")
+            raise own.error("enabled", "'auto'", f"pass auto={{'{name}.enabled': True}} or False")
         if enabled:
             on.append(name)
             fields["precision"] = "fp16" if name == "fp16" else "bf16"
-        part.note("enabled", enabled, f"precision={fields['precision']!r}" if enabled else "")
+        own.note("enabled", enabled, f"precision={fields['precision']!r}" if enabled else "")
         if name == "fp16":
-            _loss_scale(part, fields, bool(enabled))
-        part.refuse({
-            f"{part.prefix[:-1]}_master_weights_and_grads": "masters are float32",
+            _loss_scale(own, fields, bool(enabled))
+        own.refuse({
+            f"{own.prefix[:-1]}_master_weights_and_grads": "masters are float32",
             "bf16_optimizer_states": "moments are float32; optax.adamw(mu_dtype=...) for others",
         })  # fmt: skip
-        part.without_effect({
+        own.without_effect({
             "auto_cast": "inputs are cast where a layer asks for it",
             "immediate_grad_update": "gradients are reduced as the backward pass makes them",
             "check_grad_overflow": "fz.Plan(skip_nonfinite=True) where it is wanted",
         })  # fmt: skip
-        part.done()
+        own.done()
     if len(on) > 1:
         raise keys.error(on[-1], "enabled", f"{on[0]} is, too: keep one")
-    types = keys.part("data_types")
+    types = keys.below("data_types")
     if types is not None:
         types.without_effect({"grad_accum_dtype": "gradients are accumulated in float32"})
         types.done()
 
 
-def _loss_scale(part: Keys, fields: dict[str, Any], enabled: bool) -> None:
-    fixed = part.number("loss_scale", 0.0)
-    power = part.number("initial_scale_power", 16, int)
-    window = part.number("loss_scale_window", 1000, int)
-    patience = part.number("hysteresis", 2, int)
-    least = part.number("min_loss_scale", 1.0)
-    part.refuse({"consecutive_hysteresis": "patience comes back when the scale grows: take it out"})
+def _loss_scale(own: Keys, fields: dict[str, Any], enabled: bool) -> None:
+    fixed = own.number("loss_scale", 0.0)
+    power = own.number("initial_scale_power", 16, int)
+    window = own.number("loss_scale_window", 1000, int)
+    patience = own.number("hysteresis", 2, int)
+    least = own.number("min_loss_scale", 1.0)
+    own.refuse({"consecutive_hysteresis": "patience comes back when the scale grows: take it out"})
     if not enabled:
         return
     if fixed:
-        raise part.error("loss_scale", f"{fixed:g}", "a fixed scale has no counterpart: write 0")
+        raise own.error("loss_scale", f"{fixed:g}", "a fixed scale has no counterpart: write 0")
     scaling = fz.LossScaling(2.0**power, window, patience, least)
     fields["loss_scale"] = scaling
-    part.note("loss_scale", 0, f"{scaling}")
+    own.note("loss_scale", 0, f"{scaling}")
 
 
 def _batch(keys: Keys, fields: dict[str, Any], devices: int | None) -> int | None:
@@ -177,25 +177,25 @@ def _batch(keys: Keys, fields: dict[str, Any], devices: int | None) -> int | Non
         elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise keys.error(name, repr(value), "expected a whole number")
         sizes[name] = value
-    whole, micro, pieces = sizes.values()
-    if pieces is None and whole is not None and micro is not None:
+    whole, micro, steps = sizes.values()
+    if steps is None and whole is not None and micro is not None:
         if devices is None:
             raise keys.error(
                 "gradient_accumulation_steps", "missing",
                 "it follows from train_batch_size and the number of devices: pass devices=",
             )  # fmt: skip
-        pieces = max(1, whole // (micro * devices))
-    pieces = 1 if pieces is None else pieces
+        steps = max(1, whole // (micro * devices))
+    steps = 1 if steps is None else steps
     if devices is not None and micro is not None:
-        made = micro * pieces * devices
+        made = micro * steps * devices
         if whole not in (None, made):
             raise keys.error(
                 "train_batch_size", str(whole),
-                f"expected {micro} x {pieces} x {devices} devices = {made}",
+                f"expected {micro} x {steps} x {devices} devices = {made}",
             )  # fmt: skip
         whole = made
-    fields["microbatches"] = pieces
-    keys.note("gradient_accumulation_steps", pieces, f"microbatches={pieces}")
+    fields["microbatches"] = steps
+    keys.note("gradient_accumulation_steps", steps, f"microbatches={steps}")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if sizes[name] is not None:
             keys.note(name, sizes[name], "rows of the batch", "a step takes all of them at once")
@@ -204,44 +204,44 @@ def _batch(keys: Keys, fields: dict[str, Any], devices: int | None) -> int | Non
 
 
 def _checkpointing(keys: Keys, fields: dict[str, Any]) -> None:
-    part = keys.part("activation_checkpointing")
-    if part is None:
+    own = keys.below("activation_checkpointing")
+    if own is None:
         return
-    if part.take("cpu_checkpointing", False):
+    if own.take("cpu_checkpointing", False):
         fields["remat"] = "offload"
-        part.note("cpu_checkpointing", True, "remat='offload'")
+        own.note("cpu_checkpointing", True, "remat='offload'")
     reason = "remat='layer' keeps each layer's input only; see fz.Plan(remat=)"
-    part.without_effect(
+    own.without_effect(
         dict.fromkeys(
             ("partition_activations", "contiguous_memory_optimization", "number_checkpoints",
              "synchronize_checkpoint_boundary", "profile"), reason,
         )
     )  # fmt: skip
-    part.done()
+    own.done()
 
 
 def _optimizer(keys: Keys) -> tuple[optax.GradientTransformation | None, Schedule | None]:
-    part, scheduler = keys.part("optimizer"), keys.part("scheduler")
-    params = None if part is None else part.part("params")
+    own, scheduler = keys.below("optimizer"), keys.below("scheduler")
+    params = None if own is None else own.below("params")
     name, lr = None, None
-    if part is not None:
-        name = str(part.take("type", "missing"))
-        part.without_effect({"legacy_fusion": "how it is computed, not what"})
-        part.done()
-        params = params or part.empty("params")
+    if own is not None:
+        name = str(own.take("type", "missing"))
+        own.without_effect({"legacy_fusion": "how it is computed, not what"})
+        own.done()
+        params = params or own.empty("params")
         lr = base_rate(params)
     schedule = None if scheduler is None else _scheduler(scheduler, lr)
-    if part is None or params is None or name is None:
+    if own is None or params is None or name is None:
         return None, schedule
     tx = transformation(name.lower(), params, lr if schedule is None else schedule)
     params.done()
-    part.note("type", name, "tx", f"lr={lr:g}" if schedule is None else "with the schedule in it")
+    own.note("type", name, "tx", f"lr={lr:g}" if schedule is None else "with the schedule in it")
     return tx, schedule
 
 
 def _scheduler(keys: Keys, lr: float | None) -> Schedule:
     name = keys.take("type")
-    params = keys.part("params") or keys.empty("params")
+    params = keys.below("params") or keys.empty("params")
     if name not in BUILDERS:
         raise keys.error("type", repr(name), f"expected one of {list(BUILDERS)}")
     schedule = BUILDERS[name](params, lr)

@@ -79,7 +79,7 @@ class Keys:
             raise self.error(key, repr(value), "expected a whole number")
         return kind(value)
 
-    def part(self, key: str) -> Keys | None:
+    def below(self, key: str) -> Keys | None:
         """The keys below a key; `None` where there are none."""
         value = self.take(key)
         if value is None:
@@ -89,7 +89,7 @@ class Keys:
         return Keys(self.source, value, self.auto, f"{self.prefix}{key}.", self.notes)
 
     def empty(self, key: str) -> Keys:
-        """A part that the file does not have."""
+        """Keys that the file does not have."""
         return Keys(self.source, {}, self.auto, f"{self.prefix}{key}.", self.notes)
 
     def note(self, key: str, value: Any, became: str = "", why: str = "") -> None:

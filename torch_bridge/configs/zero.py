@@ -54,38 +54,38 @@ REFUSED = {
 
 def zero_fields(keys: Keys, fields: dict[str, Any], devices: int | None) -> None:
     """Writes what `zero_optimization` says into a plan's fields."""
-    part = keys.part("zero_optimization")
-    if part is None:
+    own = keys.below("zero_optimization")
+    if own is None:
         fields["zero"] = 0
         keys.note("zero_optimization", "missing", "zero=0")
         return
-    stage = part.number("stage", 0, int)
+    stage = own.number("stage", 0, int)
     fields["zero"] = stage
-    part.note("stage", stage, f"zero={stage}")
-    _offload(part, fields)
-    _small(part, fields)
-    if part.take("zero_quantized_weights", False):
+    own.note("stage", stage, f"zero={stage}")
+    _offload(own, fields)
+    _small(own, fields)
+    if own.take("zero_quantized_weights", False):
         fields["gather_dtype"] = "int8"
-        part.note("zero_quantized_weights", True, "gather_dtype='int8'")
-    size = part.number("zero_hpz_partition_size", 1, int)
+        own.note("zero_quantized_weights", True, "gather_dtype='int8'")
+    size = own.number("zero_hpz_partition_size", 1, int)
     if size > 1:
         fields["secondary"] = size
-        part.note("zero_hpz_partition_size", size, f"secondary={size}")
-    size = part.number("mics_shard_size", -1, int)
+        own.note("zero_hpz_partition_size", size, f"secondary={size}")
+    size = own.number("mics_shard_size", -1, int)
     if size > 0:
         if devices is None or devices % size:
-            raise part.error("mics_shard_size", str(size), "pass devices=, a multiple of it")
+            raise own.error("mics_shard_size", str(size), "pass devices=, a multiple of it")
         fields |= {"data": size, "replica": devices // size}
-        part.note("mics_shard_size", size, f"data={size}, replica={devices // size}")
-    part.refuse(REFUSED)
-    part.without_effect(NO_EFFECT)
-    part.done()
+        own.note("mics_shard_size", size, f"data={size}, replica={devices // size}")
+    own.refuse(REFUSED)
+    own.without_effect(NO_EFFECT)
+    own.done()
 
 
-def _offload(part: Keys, fields: dict[str, Any]) -> None:
+def _offload(own: Keys, fields: dict[str, Any]) -> None:
     tiers: dict[str, Any] = {}
-    old = part.take("cpu_offload", False), part.take("cpu_offload_param", False)
-    below = part.part("offload_optimizer")
+    old = own.take("cpu_offload", False), own.take("cpu_offload_param", False)
+    below = own.below("offload_optimizer")
     if below is not None or old[0]:
         tier = "host" if below is None else _tier(below, fields)
         share = 1.0 if below is None else below.number("ratio", 1.0)
@@ -94,60 +94,60 @@ def _offload(part: Keys, fields: dict[str, Any]) -> None:
             # DeepSpeed parks the float32 parameters with the moments.
             if fz.Plan(**fields).keeps_compute_copy:
                 tiers["master"] = tiers["opt_state"]
-            part.note(
+            own.note(
                 "offload_optimizer", tier, f"tiers={tiers}",
                 "visits the device in pieces; update_on='host' computes on the host's cores",
             )  # fmt: skip
         _rest(below)
-    below = part.part("offload_param")
+    below = own.below("offload_param")
     if below is not None or old[1]:
         tier = "host" if below is None else _tier(below, {})
         if tier == "disk":
-            raise part.error(
+            raise own.error(
                 "offload_param", "on nvme", "parameters visit from the host: device 'cpu'"
             )
         if tier is not None:
             tiers["params"] = tier
-            part.note("offload_param", tier, "tiers={'params': 'host'}")
+            own.note("offload_param", tier, "tiers={'params': 'host'}")
         _rest(below)
     if tiers:
         fields["tiers"] = tiers
 
 
-def _tier(part: Keys, fields: dict[str, Any]) -> str | None:
-    device = part.take("device", "none")
+def _tier(own: Keys, fields: dict[str, Any]) -> str | None:
+    device = own.take("device", "none")
     known = {"none": None, None: None, "cpu": "host", "nvme": "disk"}
     if device not in known:
-        raise part.error("device", repr(device), "expected 'none', 'cpu' or 'nvme'")
-    path = part.take("nvme_path")
+        raise own.error("device", repr(device), "expected 'none', 'cpu' or 'nvme'")
+    path = own.take("nvme_path")
     if device == "nvme" and path is not None:
         fields["disk_path"] = str(path)
-        part.note("nvme_path", path, f"disk_path={path!r}")
+        own.note("nvme_path", path, f"disk_path={path!r}")
     return known[device]
 
 
-def _rest(part: Keys | None) -> None:
-    if part is None:
+def _rest(own: Keys | None) -> None:
+    if own is None:
         return
-    part.take("ratio")
-    part.refuse({"super_offload": "no counterpart; write false"})
-    pieces = "pieces of fz.Plan(stream_bytes=) visit the device, two at a time"
-    part.without_effect({
-        "pin_memory": "the host tier is always pinned", "buffer_count": pieces,
-        "buffer_size": pieces, "max_in_cpu": pieces, "pipeline_read": pieces,
-        "pipeline_write": pieces, "fast_init": "nothing is copied twice",
+    own.take("ratio")
+    own.refuse({"super_offload": "no counterpart; write false"})
+    buckets = "pieces of fz.Plan(stream_bytes=) visit the device, two at a time"
+    own.without_effect({
+        "pin_memory": "the host tier is always pinned", "buffer_count": buckets,
+        "buffer_size": buckets, "max_in_cpu": buckets, "pipeline_read": buckets,
+        "pipeline_write": buckets, "fast_init": "nothing is copied twice",
         "cpuadam_cores_perc": "see update_on='host'",
     })  # fmt: skip
-    part.done()
+    own.done()
 
 
-def _small(part: Keys, fields: dict[str, Any]) -> None:
+def _small(own: Keys, fields: dict[str, Any]) -> None:
     name = "stage3_param_persistence_threshold"
-    count = part.take(name)
+    count = own.take(name)
     if count is None or count == AUTO or fields["zero"] != 3:
         if count is not None:
-            part.note(name, count, why="fz.Plan(min_shard_bytes=) has a default")
+            own.note(name, count, why="fz.Plan(min_shard_bytes=) has a default")
         return
     size = int(count) * (4 if fields.get("precision", "fp32") == "fp32" else 2)
     fields["min_shard_bytes"] = size
-    part.note(name, count, f"min_shard_bytes={size}", "bytes, not elements")
+    own.note(name, count, f"min_shard_bytes={size}", "bytes, not elements")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fzero.errors import BatchError
 from torch_bridge.documents.tokens import IGNORED, Document
-from torch_bridge.packing import filled, places
+from torch_bridge.packing import filled, rows_of
 
 
 IntArray = NDArray[np.int32]
@@ -91,7 +91,7 @@ class Rows:
                 kept.append(number)
                 sizes.append(min(size, length))
         numbers = np.asarray(kept, np.int64)
-        found = [numbers[row] for row in places(sizes, length, alone=not packed)]
+        found = [numbers[row] for row in rows_of(sizes, length, alone=not packed)]
         return cls(documents, found, length, left_out, cut)
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class Rows:
             size: rows in the whole batch.
             part: which of them; a process that reads only its own.
         """
-        return self[batch_places(len(self), seed, step, size)[part]]
+        return self[batch_rows(len(self), seed, step, size)[part]]
 
     def in_order(self, size: int, part: slice = slice(None)) -> Iterator[Batch]:
         """All rows once, in batches of one size; rows that fill the last one count nothing.
@@ -184,10 +184,10 @@ def _checked(one: Document) -> int:
     return int(ids.size)
 
 
-def batch_places(length: int, seed: int, step: int, size: int) -> NDArray[np.int64]:
+def batch_rows(length: int, seed: int, step: int, size: int) -> NDArray[np.int64]:
     """Which of `length` rows a step's batch has."""
-    places = np.arange(step * size, (step + 1) * size)
-    found = [_order(seed, int(p) // length, length)[p % length] for p in places]
+    numbers = np.arange(step * size, (step + 1) * size)
+    found = [_order(seed, int(p) // length, length)[p % length] for p in numbers]
     return np.asarray(found, np.int64)
 
 

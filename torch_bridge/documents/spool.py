@@ -48,9 +48,9 @@ class Spool(Sequence[Document]):
             try:
                 for one in documents:
                     tokens = (x.astype(np.int32).tobytes() for x in (one.ids, one.labels))
-                    for part in (*tokens, one.where.encode("utf-8", "surrogateescape")):
-                        file.write(part)
-                        at += len(part)
+                    for data in (*tokens, one.where.encode("utf-8", "surrogateescape")):
+                        file.write(data)
+                        at += len(data)
                         ends.append(at)
                 file.flush()
             except OSError as error:
@@ -59,8 +59,8 @@ class Spool(Sequence[Document]):
                     f" ({error.strerror}); TMPDIR says where else there is room"
                 ) from error
             whole = np.memmap(file, np.uint8, "r").view(np.ndarray) if at else np.zeros(0, np.uint8)
-        places = np.array(ends, np.int64).reshape(-1, 3)
-        return cls(whole, places, np.arange(len(places)))
+        ends_of = np.array(ends, np.int64).reshape(-1, 3)
+        return cls(whole, ends_of, np.arange(len(ends_of)))
 
     def __len__(self) -> int:
         return len(self._chosen)

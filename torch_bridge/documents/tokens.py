@@ -107,8 +107,8 @@ def documents_of(
 
 def _dated(template: str) -> str:
     """A template with a macro for the date: transformers hands no function on to it."""
-    parts = {f"%{letter}": _TODAY.strftime(f"%{letter}") for letter in "aAbBcdHIjmMpSxXyY"}
-    written = "".join(f"|replace({part!r}, {value!r})" for part, value in parts.items())
+    formats = {f"%{letter}": _TODAY.strftime(f"%{letter}") for letter in "aAbBcdHIjmMpSxXyY"}
+    written = "".join(f"|replace({code!r}, {value!r})" for code, value in formats.items())
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{written} }}}}{{%- endmacro -%}}"
     return macro + template
 
@@ -155,12 +155,12 @@ class _Reader:
             return_attention_mask=False, return_special_tokens_mask=True,
         )  # fmt: skip
         ids = np.asarray(found["input_ids"], np.int32)
-        places = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
+        offsets = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
         learned = np.zeros(ids.shape, np.bool_)
         for begin, end in spans:
             # The last character decides: a token may begin with the blank before a word. Blanks
             # alone may have no width (ByteLevel trims offsets), but end where they end.
-            last = places[:, 1] - 1
+            last = offsets[:, 1] - 1
             learned |= (last >= begin) & (last < end)
         return ids, learned & (np.asarray(found["special_tokens_mask"], np.int32) == 0)
 

@@ -7,9 +7,9 @@
   those of `packed` sequences, `synchronized` batch norms, `state_spaces`, `causal_masks`, adapters
   (`adapter_stand_ins`) and mixtures of experts (`expert_stand_ins`, `older_experts`; in the
   graph: `mixtures`, `capacity`).
-- What it would lose without a word is found: `watch` and `counts` (Python's state), `nameless`
-  tensors, `hooks`, custom `functions`, what `users_code` has `cached`
-  (in `attribute_caches` too) and what it has `asked`; `remedies` says what to write instead.
+- What it would lose without a word is found: `watch` and `counts` (Python's state), tensors that
+  would be `constants`, `hooks`, custom `functions`, what `users_code` keeps (`function_caches`,
+  `attribute_caches`) and the `questions` it asks; `remedies` says what to write instead.
 - The graph is put right: `in_place` writes, `no_grad` regions and what gradients `reach`, `slices`,
   whole numbers (`ranges`, `range_rules`), `float64`, another `default_dtype`.
 """

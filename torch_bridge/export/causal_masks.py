@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.asked import TracedBranchWarning
+from torch_bridge.export.questions import TracedBranchWarning
 from torch_bridge.export.replaced import imported, replaced
 
 
@@ -73,8 +73,8 @@ def _looks_both_ways(asking: FrameType | None) -> str | None:
     if asking is None:
         return None
     module = asking.f_locals["self"]
-    for path, part in module.named_modules():
-        if getattr(part, "is_causal", None) is False and not _OF_OTHERS.search(path):
+    for path, child in module.named_modules():
+        if getattr(child, "is_causal", None) is False and not _OF_OTHERS.search(path):
             return f"{type(module).__name__}: `{path}`"
     return None
 

@@ -99,8 +99,8 @@ def _sum_within(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     of = chosen.reshape(-1)
     ones = torch.nn.functional.one_hot(of.clamp(0, num), num + 1)
-    place = torch.gather(ones.cumsum(0) - ones, 1, of.clamp(0, num)[:, None])[:, 0]
-    kept = (of < num) & (place < math.ceil(capacity * of.shape[0] / num))
+    position = torch.gather(ones.cumsum(0) - ones, 1, of.clamp(0, num)[:, None])[:, 0]
+    kept = (of < num) & (position < math.ceil(capacity * of.shape[0] / num))
     within = torch.where(kept.reshape(chosen.shape), gates, 0.0)
     more = torch.stack([(of < num).sum() - kept.sum(), torch.tensor(of.shape[0])])
     return _sum(rows, x, chosen, within, num), count + more.to(count.dtype)

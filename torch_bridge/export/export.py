@@ -23,7 +23,6 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.attribute_caches import (
     Attribute,
     follow_from_sizes,
@@ -31,6 +30,7 @@ from torch_bridge.export.attribute_caches import (
     made_while_traced,
     returned_as_well,
 )
+from torch_bridge.export.constants import refuse_nameless
 from torch_bridge.export.default_dtype import say_default_dtype
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
@@ -40,8 +40,8 @@ from torch_bridge.export.in_place import (
     remove_hidden_aliases,
     replace_fresh_writes,
 )
-from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad, refuse_detached_writes
+from torch_bridge.export.questions import TracedBranchWarning
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.slices import tidy_slices
@@ -50,7 +50,7 @@ from torch_bridge.export.watch import (
     PythonState,
     PythonStateWarning,
     failing_call,
-    failing_place,
+    failing_line,
     first_difference,
     refuse_python_random,
     refuse_python_state,
@@ -450,5 +450,5 @@ def _explain(
 
 
 def _where(error: Exception, module: torch.nn.Module) -> str:
-    place = failing_place(error, module)
-    return f"\n  in {place[0]} at: {place[1]}" if place else ""
+    found = failing_line(error, module)
+    return f"\n  in {found[0]} at: {found[1]}" if found else ""

@@ -67,22 +67,22 @@ def cast_what_is_copied(graph_module: torch.fx.GraphModule) -> None:
     Args:
         graph_module: a graph as traced, with those of its branches.
     """
-    for part in graph_module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
+    for child in graph_module.modules():
+        if not isinstance(child, torch.fx.GraphModule):
             continue
-        for node in list(part.graph.nodes):
+        for node in list(child.graph.nodes):
             if str(node.target) != "aten.copy_.default":
                 continue
             into, value = (argument.meta["val"] for argument in node.args[:2])
             if into.dtype == value.dtype:
                 continue
-            with part.graph.inserting_before(node):
-                cast = part.graph.call_function(
+            with child.graph.inserting_before(node):
+                cast = child.graph.call_function(
                     torch.ops.aten._to_copy.default, (node.args[1],), {"dtype": into.dtype}
                 )
             cast.meta = {**node.meta, "val": value.to(into.dtype)}
             node.replace_input_with(node.args[1], cast)
-        part.recompile()
+        child.recompile()
 
 
 def _returns_its_argument(node: torch.fx.Node) -> bool:

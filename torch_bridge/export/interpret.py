@@ -206,7 +206,7 @@ def refuse_mixed(program: torch.export.ExportedProgram) -> None:
     """
     for node in program.graph.nodes:
         name = str(node.target)
-        if node.op != "call_function" or not any(part in name for part in _ONE_DTYPE):
+        if node.op != "call_function" or not any(word in name for word in _ONE_DTYPE):
             continue
         values = [source.meta.get("val") for source in node.all_input_nodes]
         tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]

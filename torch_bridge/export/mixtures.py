@@ -93,10 +93,10 @@ def with_mixtures(ops: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple[A
             readers.setdefault(name, set()).add(op.name)
     gone: set[str] = set()
     made: dict[str, Any] = {}
-    for place, first in enumerate(ops):
+    for index, first in enumerate(ops):
         if first.operator != ROWS:
             continue
-        inner, last = _inside(ops[place:])
+        inner, last = _inside(ops[index:])
         names = {op.name for op in inner}
         closed = last is not None and all(
             readers.get(name, set()) <= names | {last.name} and name not in returned

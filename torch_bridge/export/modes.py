@@ -20,7 +20,7 @@ def warn_of_modes(module: torch.nn.Module) -> None:
 
     A module that overrides `train()` keeps what it says there, in a conversion, too.
     """
-    own = {path: part.training for path, part in module.named_modules() if _matters(part)}
+    own = {path: child.training for path, child in module.named_modules() if _matters(child)}
     with untouched(module, module.training):
         usual = {path: module.get_submodule(path).training for path in own}
     found = [path for path in own if own[path] != usual[path]]
@@ -40,10 +40,10 @@ def warn_of_modes(module: torch.nn.Module) -> None:
     )
 
 
-def _matters(part: Any) -> bool:
+def _matters(child: Any) -> bool:
     """Whether a module itself computes otherwise in another mode."""
-    if isinstance(part, batchnorm._NormBase):
-        return bool(part.track_running_stats)
-    if isinstance(part, dropout._DropoutNd):
-        return part.p > 0
-    return isinstance(part, torch.nn.RNNBase | torch.nn.MultiheadAttention) and part.dropout > 0
+    if isinstance(child, batchnorm._NormBase):
+        return bool(child.track_running_stats)
+    if isinstance(child, dropout._DropoutNd):
+        return child.p > 0
+    return isinstance(child, torch.nn.RNNBase | torch.nn.MultiheadAttention) and child.dropout > 0

@@ -129,8 +129,8 @@ def _adopt(graph_module: torch.fx.GraphModule, body: torch.fx.GraphModule, inner
     """Copy an attribute (a nested region's body, a constant) of an inlined body to the outside."""
     name = f"_inlined_{len(list(graph_module.named_children()))}_{inner.target}".replace(".", "_")
     value = body
-    for part in str(inner.target).split("."):
-        value = getattr(value, part)
+    for word in str(inner.target).split("."):
+        value = getattr(value, word)
     setattr(graph_module, name, value)
     made = graph_module.graph.get_attr(name)
     made.meta = dict(inner.meta)

@@ -17,4 +17,4 @@ def source_line(node: torch.fx.Node, unknown: str = "unknown line") -> str:
     """The innermost line of Python that made a node, outside torch itself where possible."""
     frames = (node.meta.get("stack_trace") or "").strip().split("File ")[1:]
     own = [f for f in frames if "site-packages/torch/" not in f] or frames
-    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else unknown
+    return " | ".join(line.strip() for line in own[-1].splitlines()) if own else unknown

@@ -167,11 +167,11 @@ def _running(node: torch.fx.Node, range_of: RangeOf) -> Range:
     return min(low * count, low), max(high * count, high)
 
 
-def _places(*places: int, also: Range | None = None) -> Rule:
+def _arguments(*numbers: int, also: Range | None = None) -> Rule:
     """A rule for what moves or chooses between some of its arguments."""
 
     def rule(node: torch.fx.Node, range_of: RangeOf) -> Range:
-        given = [node.args[i] for i in places if i < len(node.args)]
+        given = [node.args[i] for i in numbers if i < len(node.args)]
         fills = [node.kwargs[n] for n in ("value", "fill_value", "src") if n in node.kwargs]
         return hull(also, *map(range_of, (*given, *fills)))
 
@@ -181,15 +181,15 @@ def _places(*places: int, also: Range | None = None) -> Rule:
 def _put(node: torch.fx.Node, range_of: RangeOf) -> Range:
     adds = len(node.args) > 3 and node.args[3]
     if adds:
-        places: Any = node.args[1]
-        given = [x for x in places if x is not None]
+        indices: Any = node.args[1]
+        given = [x for x in indices if x is not None]
         return _gathered(range_of(node.args[0]), range_of(node.args[2]), given)
     return hull(range_of(node.args[0]), range_of(node.args[2]))
 
 
-def _gathered(start: Range | None, added: Range | None, places: list[Any]) -> Range:
-    """A number to which another one is added as often as there are places."""
-    times = _count(n for place in places for n in place.meta["val"].shape)
+def _gathered(start: Range | None, added: Range | None, indices: list[Any]) -> Range:
+    """A number to which another one is added as often as there are indices."""
+    times = _count(n for index in indices for n in index.meta["val"].shape)
     low, high = _known(added)
     return _SUM(_known(start), (min(low * times, 0), max(high * times, 0)))
 
@@ -247,23 +247,23 @@ _RULES: dict[str, Rule] = {
         " repeat_interleave amax amin ravel reshape_as rot90 swapaxes moveaxis take"
         " take_along_dim max.default min.default median.default _reshape_alias tile numpy_T mT"
         " positive masked_select _unsafe_index to _to_copy type_as long",
-        _places(0),
+        _arguments(0),
     ),
-    **_named("cat concat concatenate stack hstack vstack", _places(0)),
-    **_named("where", _places(1, 2)),
-    **_named("masked_fill fill slice_scatter select_scatter copy", _places(0, 1, 2)),
-    **_named("scatter.src scatter.value masked_scatter index_copy", _places(0, 2, 3)),
+    **_named("cat concat concatenate stack hstack vstack", _arguments(0)),
+    **_named("where", _arguments(1, 2)),
+    **_named("masked_fill fill slice_scatter select_scatter copy", _arguments(0, 1, 2)),
+    **_named("scatter.src scatter.value masked_scatter index_copy", _arguments(0, 2, 3)),
     **_named("index_put _unsafe_index_put", _put),
-    **_named("index_fill", _places(0, 3)),
-    **_named("constant_pad_nd", _places(0, 2, also=(0, 0))),
-    **_named("pad", _places(0, 3, also=(0, 0))),
-    **_named("tril triu diag_embed diag", _places(0, also=(0, 0))),
+    **_named("index_fill", _arguments(0, 3)),
+    **_named("constant_pad_nd", _arguments(0, 2, also=(0, 0))),
+    **_named("pad", _arguments(0, 3, also=(0, 0))),
+    **_named("tril triu diag_embed diag", _arguments(0, also=(0, 0))),
     **_named("unbind split split_with_sizes chunk tensor_split", _split),
     **_named("zeros zeros_like new_zeros empty empty_like new_empty", _fixed((0, 0))),
     **_named("ones ones_like new_ones one_hot", _fixed((0, 1))),
-    **_named("full full_like", _places(1)),
-    **_named("new_full", _places(2)),
-    **_named("scalar_tensor", _places(0)),
+    **_named("full full_like", _arguments(1)),
+    **_named("new_full", _arguments(2)),
+    **_named("scalar_tensor", _arguments(0)),
     **_named("arange linspace", _arange),
     **_named("sign eye", _fixed((-1, 1))),
     **_named("argmax argmin argsort count_nonzero randperm searchsorted bucketize", _fixed(INDEX)),

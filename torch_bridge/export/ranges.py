@@ -218,7 +218,7 @@ def _computed(known: Mapping[torch.fx.Node, Any], node: torch.fx.Node) -> Any:
         return SIZE
     rule = rule_of(str(node.target).removeprefix("aten."))
     results = _leaves(value)
-    made: Any = INDEX if _with_places(results) else ALL
+    made: Any = INDEX if _with_indices(results) else ALL
     if rule is not None:
         try:
             made = rule(node, range_of)
@@ -229,7 +229,7 @@ def _computed(known: Mapping[torch.fx.Node, Any], node: torch.fx.Node) -> Any:
     return tuple(ranges) if isinstance(value, list | tuple) else (ranges or [SIZE])[0]
 
 
-def _with_places(results: list[Any]) -> bool:
+def _with_indices(results: list[Any]) -> bool:
     """Whether whole numbers are beside a result of floats (pooling): they say where it is from."""
     first = results[0] if len(results) > 1 else None
     return isinstance(first, torch.Tensor) and first.is_floating_point()

@@ -91,8 +91,8 @@ def remedy(function: str) -> str | None:
         >>> remedy("mylib.fused.default") is None
         True
     """
-    parts = function.split(".")
-    return _TABLE.get(parts[1] if len(parts) > 1 else parts[0])
+    words = function.split(".")
+    return _TABLE.get(words[1] if len(words) > 1 else words[0])
 
 
 def remedy_of_missing(function: str) -> str:

@@ -215,10 +215,10 @@ def _outward(given: Any) -> Any:
 
 def _own_copies(args: Sequence[Any], argnums: Any) -> tuple[tuple[Any, ...], Any]:
     """The arguments, those of `argnums` as copies; and these alone."""
-    copied, places = list(args), (argnums,) if isinstance(argnums, int) else argnums
-    for i in places:
+    copied, numbers = list(args), (argnums,) if isinstance(argnums, int) else argnums
+    for i in numbers:
         copied[i] = pytree.tree_map(torch.clone, copied[i])
-    chosen = tuple(copied[i] for i in places)
+    chosen = tuple(copied[i] for i in numbers)
     return tuple(copied), chosen[0] if isinstance(argnums, int) else chosen
 
 

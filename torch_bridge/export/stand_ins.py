@@ -343,8 +343,8 @@ def _lstsq(
 def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     rows = range(int(input.shape[0]))
     kind = itertools.combinations_with_replacement if with_replacement else itertools.combinations
-    places = torch.tensor(list(kind(rows, r)), dtype=torch.int64).reshape(-1, r)
-    return input[places] if r else input[:0]
+    indices = torch.tensor(list(kind(rows, r)), dtype=torch.int64).reshape(-1, r)
+    return input[indices] if r else input[:0]
 
 
 _LIBRARY.define(
@@ -408,16 +408,16 @@ def _edges(x: torch.Tensor, bins: Sequence[int], range_: Sequence[float] | None)
 def _counted(x: torch.Tensor, edges: Sequence[torch.Tensor], weight: Any, density: bool) -> Any:
     """How many rows (or how much weight) each box of the edges holds."""
     sizes = [e.shape[0] - 1 for e in edges]
-    place = torch.zeros(x.shape[0], dtype=torch.int64)
+    index = torch.zeros(x.shape[0], dtype=torch.int64)
     inside = torch.ones(x.shape[0], dtype=torch.bool)
     for i, (bounds, size) in enumerate(zip(edges, sizes, strict=True)):
         column = x[:, i].contiguous()
         inside = inside & (column >= bounds[0]) & (column <= bounds[-1])
         bin_ = (torch.searchsorted(bounds.contiguous(), column, right=True) - 1).clamp(0, size - 1)
-        place = place * size + bin_
+        index = index * size + bin_
     amounts = torch.ones_like(x[:, 0]) if weight is None else weight.reshape(-1)
     amounts = torch.where(inside, amounts, torch.zeros_like(amounts))
-    counts = x.new_zeros(math.prod(sizes)).index_add(0, place, amounts).reshape(sizes)
+    counts = x.new_zeros(math.prod(sizes)).index_add(0, index, amounts).reshape(sizes)
     if density:
         counts = counts / counts.sum()
         for i, bounds in enumerate(edges):

@@ -22,8 +22,8 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.cached import computed_anew
 from torch_bridge.export.counts import moved, of_loss, reachable
+from torch_bridge.export.function_caches import computed_anew
 from torch_bridge.export.origins import source_line
 
 
@@ -403,7 +403,7 @@ def refuse_python_state(
 _NOT_THE_USERS = (torch.nn.modules.module.__file__, str(Path(__file__).parents[1]))
 
 
-def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
+def failing_line(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
     """The submodule path and the Python line in which a forward failed.
 
     Args:

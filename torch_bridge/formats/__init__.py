@@ -2,10 +2,12 @@
 
 - `content`: what a checkpoint holds, whatever its format; `state` makes it of a training state,
   `adapters` of an adapter, `adam` of an optimizer.
-- `files` and `write` write it, `staging` whole or not at all, `across` and `turns` in several
-  processes; `stream` gives it away tensor by tensor. `read` finds out what a path is; `restore`
-  makes a state of it, under the module's names (`names_in_files`). `remote`: the same in object
-  stores.
-- One format each: `safetensors_files`, `torch_files` (of which `mapped` reads pieces), `dcp` and
+- `files` and `write` write it, `staging` whole or not at all, `multiprocess_write` and `turns` in
+  several processes; `stream` gives it away tensor by tensor. `read` finds out what a path is;
+  `restore` makes a state of it, under the module's names (`names_in_files`). `remote`: the same in
+  object stores.
+- One format each: `safetensors_files`, `torch_files` (of which `mapped` reads slices), `dcp` and
   `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`, `peft`.
+- Adam's moments: `deepspeed_zero` and `universal` read them by parameter, `adam` maps them between
+  a torch optimizer's numbers and parameters' names.
 """

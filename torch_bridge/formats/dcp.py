@@ -30,7 +30,7 @@ METADATA = ".metadata"
 # What a checkpoint holds by its path in the saved tree: name, and tensor if it is one.
 Entries = dict[tuple[Any, ...], tuple[str, LazyTensor | None]]
 # File, first byte and number of bytes of a chunk.
-Place = tuple[str, int, int]
+Location = tuple[str, int, int]
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -112,7 +112,7 @@ def read_dcp(folder: Path) -> Checkpoint:
     ties: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, lazy in found.items():
-        same = first.setdefault(chunks.places(lazy.name) or name, name)
+        same = first.setdefault(chunks.locations(lazy.name) or name, name)
         if same == name:
             tensors[name] = lazy.named(name)
         else:
@@ -171,17 +171,17 @@ class _Chunks:
 
     def __init__(self, folder: Path, about: Any) -> None:
         self.folder = folder
-        self.infos: dict[str, dict[tuple[int, ...], Place]] = {}
+        self.infos: dict[str, dict[tuple[int, ...], Location]] = {}
         self.maps: dict[str, mmap.mmap] = {}
-        self.mapped: dict[Place, Mapped] = {}
+        self.mapped: dict[Location, Mapped] = {}
         for key, info in about.storage_data.items():
             name, offset = getattr(key, "fqn", None), getattr(key, "offset", None)
             file = getattr(info, "relative_path", None)
-            place = getattr(info, "offset", None), getattr(info, "length", None)
+            extent = getattr(info, "offset", None), getattr(info, "length", None)
             if (
                 not isinstance(name, str)
                 or not isinstance(file, str)
-                or not all(isinstance(n, int) and n >= 0 for n in place)
+                or not all(isinstance(n, int) and n >= 0 for n in extent)
                 or not (offset is None or _sizes(offset) is not None)
             ):
                 raise CheckpointError(f"{METADATA}: does not say where {name!r:.100} is")
@@ -192,10 +192,10 @@ class _Chunks:
                 )
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{METADATA}: `{name}` is compressed or transformed")
-            where = (file, int(place[0] or 0), int(place[1] or 0))
+            where = (file, int(extent[0] or 0), int(extent[1] or 0))
             self.infos.setdefault(name, {})[() if offset is None else tuple(offset)] = where
 
-    def places(self, name: str) -> Any:
+    def locations(self, name: str) -> Any:
         """What two names of one stored tensor share."""
         return frozenset(self.infos.get(name, {}).items())
 
@@ -207,7 +207,7 @@ class _Chunks:
             return None
         if not isinstance(dtype, torch.dtype) or shape is None or not isinstance(chunks, list):
             raise CheckpointError(f"{METADATA}: `{name}` has no dtype, size or chunks")
-        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        filled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for chunk in chunks:
             start, size = (
                 _sizes(getattr(chunk, "offsets", None)),
@@ -221,25 +221,25 @@ class _Chunks:
             ):
                 raise CheckpointError(f"{METADATA}: a chunk of `{name}` lies outside of it")
             if math.prod(size):
-                parts.append((start, size))
+                filled.append((start, size))
                 if start not in self.infos.get(name, {}):
                     raise CheckpointError(
                         f"{METADATA}: the chunk of `{name}` at {start} is nowhere"
                     )
-        if sum(math.prod(size) for _, size in parts) != math.prod(shape):
+        if sum(math.prod(size) for _, size in filled) != math.prod(shape):
             raise CheckpointError(
                 f"{METADATA}: the chunks of `{name}` do not make up {list(shape)}"
             )
 
         def fetch(index: Index) -> torch.Tensor:
-            return self._fetch(name, dtype, parts, index)
+            return self._fetch(name, dtype, filled, index)
 
         return LazyTensor(name, dtype, shape, fetch, self.folder.name)
 
-    def _fetch(self, name: str, dtype: torch.dtype, parts: Any, index: Index) -> torch.Tensor:
+    def _fetch(self, name: str, dtype: torch.dtype, chunks: Any, index: Index) -> torch.Tensor:
         out = torch.empty([i.stop - i.start for i in index], dtype=dtype)
         seen = torch.zeros(out.shape, dtype=torch.bool)
-        for start, size in parts:
+        for start, size in chunks:
             low = [max(i.start, a) for i, a in zip(index, start, strict=True)]
             high = [min(i.stop, a + n) for i, a, n in zip(index, start, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -260,7 +260,7 @@ class _Chunks:
             )
         return out
 
-    def _chunk(self, where: Place) -> Mapped:
+    def _chunk(self, where: Location) -> Mapped:
         file, offset, length = where
         pages = self._pages(where)
         if where not in self.mapped:
@@ -273,7 +273,7 @@ class _Chunks:
                 ) from None
         return self.mapped[where]
 
-    def _pages(self, where: Place) -> mmap.mmap:
+    def _pages(self, where: Location) -> mmap.mmap:
         file, offset, length = where
         path = self.folder / file
         # Each time: to look at pages that a file has no longer ends the process.

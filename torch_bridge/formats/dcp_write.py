@@ -61,8 +61,8 @@ def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE, flat: boo
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     whole = planner.create_local_plan()
-    parts = [dataclasses.replace(whole, items=x) for x in _divided(whole.items, lazy, turns.count)]
-    plans, metadata = planner.create_global_plan(parts)
+    local = [dataclasses.replace(whole, items=x) for x in _divided(whole.items, lazy, turns.count)]
+    plans, metadata = planner.create_global_plan(local)
     written: list[WriteResult] = []
     for rank, plan in enumerate(writer.prepare_global_plan(plans)):
         with turns.turn(rank, turns.count) as mine:
@@ -70,7 +70,7 @@ def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE, flat: boo
                 written += writer.write_items(plan, planner)
     everywhere = turns.told([_plain_result(result) for result in written])
     if turns.leads:
-        writer.finish(metadata, [[_result(one) for one in part] for part in everywhere])
+        writer.finish(metadata, [[_result(one) for one in own] for own in everywhere])
 
 
 def _flattened(
@@ -85,23 +85,23 @@ def _flattened(
 
 
 def _divided(
-    items: list[WriteItem], lazy: Mapping[str, LazyTensor], parts: int
+    items: list[WriteItem], lazy: Mapping[str, LazyTensor], count: int
 ) -> list[list[WriteItem]]:
-    """Items in order, in parts of about equally many bytes."""
+    """Items in order, in lists of about equally many bytes."""
     sizes = [lazy[i.index.fqn].num_bytes if i.index.fqn in lazy else 0 for i in items]
-    found: list[list[WriteItem]] = [[] for _ in range(parts)]
+    found: list[list[WriteItem]] = [[] for _ in range(count)]
     before, total = 0, max(sum(sizes), 1)
     for item, size in zip(items, sizes, strict=True):
-        found[min(before * parts // total, parts - 1)].append(item)
+        found[min(before * count // total, count - 1)].append(item)
         before += size
     return found
 
 
 def _plain_result(result: WriteResult) -> list[Any]:
     """Where an item was written, for processes that did not write it."""
-    index, place = result.index, result.storage_data
+    index, stored = result.index, result.storage_data
     at = None if index.offset is None else list(index.offset)
-    return [index.fqn, at, index.index, place.relative_path, place.offset, place.length]
+    return [index.fqn, at, index.index, stored.relative_path, stored.offset, stored.length]
 
 
 def _result(plain: list[Any]) -> WriteResult:
@@ -153,7 +153,7 @@ class _Writer(FileSystemWriter):
         for name, kept in self.ties.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[kept]
             metadata.planner_data[name] = ("model", name.removeprefix("model."))
-            for result in (r for part in results for r in part if r.index.fqn == kept):
+            for result in (r for own in results for r in own if r.index.fqn == kept):
                 index = MetadataIndex(name, result.index.offset, result.index.index)
                 more.append(WriteResult(index, result.size_in_bytes, result.storage_data))
         super().finish(metadata, [*results, more])

@@ -28,7 +28,7 @@ from torch_bridge.formats.deepspeed_files import (
     _MODEL,
     FP32,
     Files,
-    from_parts,
+    from_shards,
     load_file,
     load_model,
     shape_of,
@@ -75,28 +75,28 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     models = {key: load_model(path) for key, path in sorted(files.models.items())}
     _require_whole(files, models)
     tensors, ties = own_weights(files, models)
-    pieces: dict[str, dict[str, LazyTensor]] = {FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    optimized: dict[str, dict[str, LazyTensor]] = {FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
     ranks = sorted({rank for _, rank in files.optims})
     zeros = [ZeroFiles.read(files, rank, _first(models, rank)) for rank in ranks]
-    own = [zero.pieces() for zero in zeros]
+    own = [zero.tensors() for zero in zeros]
     own, groups = _by_layers(own, [zero.groups() for zero in zeros], tensors, folder)
     for found in own:
         for key, values in found.items():
-            _merge(pieces[key], values, folder)
+            _merge(optimized[key], values, folder)
     steps = [step for zero in zeros for step in zero.steps]
     unread = [zero.unread for zero in zeros if zero.unread]
     stage3 = any(data is not None for data, _ in files.models)
     frozen = frozen_weights(models, folder) if stage3 else {}
-    tied = _tied_layers(tensors, pieces[FP32])
+    tied = _tied_layers(tensors, optimized[FP32])
     ties = {**ties, **tied, **shared_names(models)}
     absent = absent_names(tensors, models) if stage3 else set()
-    lost = sorted(absent - {*frozen, *pieces[FP32], *ties})
+    lost = sorted(absent - {*frozen, *optimized[FP32], *ties})
     if lost:
         raise CheckpointError(
             f"{folder.name}: {lost[:5]} are kept in parts, but no file has parts of them"
         )
     tensors = {name: t for name, t in tensors.items() if name not in {*tied, *absent}}
-    tensors = {**tensors, **frozen, **pieces[FP32]}
+    tensors = {**tensors, **frozen, **optimized[FP32]}
     state = _first(models, 0) if models else {}
     optimizer: Optimizer | str | None = None
     if not files.optims:
@@ -109,7 +109,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     elif unread:
         optimizer = unread[0]
     elif steps:
-        optimizer = at_one_step(steps, folder.name, pieces, groups)
+        optimizer = at_one_step(steps, folder.name, optimized, groups)
     kind = "DeepSpeed" if not files.optims else f"DeepSpeed ZeRO-{'3' if stage3 else '1/2'}"
     extra = {k: state[k] for k in ("global_steps", "global_samples", "dp_world_size",
              "mp_world_size") if isinstance(state.get(k), int)}  # fmt: skip
@@ -245,14 +245,14 @@ def absent_names(
     return {name for name, tensor in tensors.items() if tensor.shape == (0,)} - buffers
 
 
-_Pieces = dict[str, dict[str, LazyTensor]]
+_Tensors = dict[str, dict[str, LazyTensor]]
 _Groups = tuple[Mapping[str, Any], ...]
 
 
 def _by_layers(
-    own: list[_Pieces], groups: list[_Groups], weights: Mapping[str, LazyTensor], folder: Path
-) -> tuple[list[_Pieces], _Groups]:
-    """The stages' pieces and groups, with names that tell stages apart.
+    own: list[_Tensors], groups: list[_Groups], weights: Mapping[str, LazyTensor], folder: Path
+) -> tuple[list[_Tensors], _Groups]:
+    """The stages' tensors and groups, with names that tell stages apart.
 
     `TiedLayerSpec` ties a layer's weight; its bias has one name in two stages, and is not the same.
     It gets the name that the layer's file has, which is found by its bits.
@@ -284,7 +284,7 @@ def _by_layers(
             new[name] = layers[0]
             taken.add(layers[0])
         named.append(new)
-    pieces = [
+    renamed = [
         {key: {new.get(name, name): x for name, x in values.items()}
          for key, values in found.items()}
         for found, new in zip(own, named, strict=True)
@@ -294,7 +294,7 @@ def _by_layers(
         for several, new in zip(groups, named, strict=True)
         for group in several
     )
-    return pieces, listed
+    return renamed, listed
 
 
 def _merge(into: dict[str, LazyTensor], found: Mapping[str, LazyTensor], folder: Path) -> None:
@@ -360,9 +360,9 @@ def frozen_weights(
             )
         for name, size in shapes.items():
             shape = shape_of(size, name, folder.name)
-            parts: list[Any] = [(s.get("frozen_param_fragments") or {}).get(name) for s in states]
-            if not all(is_dense(part) for part in parts):
+            shards: list[Any] = [(s.get("frozen_param_fragments") or {}).get(name) for s in states]
+            if not all(is_dense(shard) for shard in shards):
                 raise CheckpointError(f"{folder.name}: a part of `{name}` is missing")
-            flats = [[part.reshape(-1)] for part in parts]
-            found[name] = from_parts(str(name), shape, flats, 0, folder.name)
+            flats = [[shard.reshape(-1)] for shard in shards]
+            found[name] = from_shards(str(name), shape, flats, 0, folder.name)
     return found

@@ -13,7 +13,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.torch_files import Inert, load_plain
-from torch_bridge.module.lazy import LazyTensor, flat_piece, take
+from torch_bridge.module.lazy import LazyTensor, from_flat, take
 
 
 STAND_INS: dict[str, type] = dict.fromkeys(
@@ -101,16 +101,16 @@ def load_model(path: Path) -> dict[str, Any]:
     return content
 
 
-def from_parts(
+def from_shards(
     name: str, shape: tuple[int, ...], ranks: Sequence[list[torch.Tensor]], offset: int, file: str
 ) -> LazyTensor:
-    """A parameter of stage 3: an equal part at the same offset of each rank's flat tensors."""
+    """A parameter of stage 3: an equal shard at the same offset of each rank's flat tensors."""
     total = math.prod(shape)
     each = -(-total // len(ranks))
-    parts: list[torch.Tensor] = []
+    shards: list[torch.Tensor] = []
     for number, flats in enumerate(ranks):
-        parts += take(flats, offset, min(each, total - number * each))
-    return flat_piece(name, shape, parts, file)
+        shards += take(flats, offset, min(each, total - number * each))
+    return from_flat(name, shape, shards, file)
 
 
 def shape_of(size: Any, name: Any, file: str) -> tuple[int, ...]:

@@ -11,9 +11,9 @@ import torch
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.adam import MOMENTS, step_of, unaccounted
-from torch_bridge.formats.deepspeed_files import FP32, Files, from_parts, load_file, shape_of
+from torch_bridge.formats.deepspeed_files import FP32, Files, from_shards, load_file, shape_of
 from torch_bridge.formats.torch_files import Inert, is_dense
-from torch_bridge.module.lazy import LazyTensor, flat_piece, take
+from torch_bridge.module.lazy import LazyTensor, from_flat, take
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ZeroFiles:
             name, shapes, flats, steps, stage3, paddings, _hyper(first), unread
         )  # fmt: skip
 
-    def pieces(self) -> dict[str, dict[str, LazyTensor]]:
+    def tensors(self) -> dict[str, dict[str, LazyTensor]]:
         """All parameters out of the flat tensors, by kind and name."""
         return {
             key: self._whole(ranks) if self.stage3 else self._cut(ranks)
@@ -91,7 +91,7 @@ class ZeroFiles:
         }
 
     def _cut(self, ranks: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:
-        """Stages 1 and 2: a group's parameters are one range of all ranks' parts."""
+        """Stages 1 and 2: a group's parameters are one range of all ranks' partitions."""
         found: dict[str, LazyTensor] = {}
         if any(len(flat) != len(self.shapes) for flat in ranks):
             raise CheckpointError(f"{self.file}: expected {len(self.shapes)} parameter groups")
@@ -99,7 +99,7 @@ class ZeroFiles:
             flats = [flat[number] for flat in ranks]
             start = 0
             for (name, shape), padding in zip(group.items(), self.paddings[number], strict=True):
-                found[name] = flat_piece(
+                found[name] = from_flat(
                     name, shape, take(flats, start, math.prod(shape)), self.file
                 )
                 start += math.prod(shape) + padding
@@ -112,12 +112,12 @@ class ZeroFiles:
         return found
 
     def _whole(self, ranks: list[list[torch.Tensor]]) -> dict[str, LazyTensor]:
-        """Stage 3: each parameter has a part at the same place of every rank's range."""
+        """Stage 3: each parameter has a shard at the same offset of every rank's range."""
         found: dict[str, LazyTensor] = {}
         offset = 0
         for group in self.shapes:
             for name, shape in group.items():
-                found[name] = from_parts(name, shape, ranks, offset, self.file)
+                found[name] = from_shards(name, shape, ranks, offset, self.file)
                 offset += -(-math.prod(shape) // len(ranks))
         have = [sum(flat.numel() for flat in flats) for flats in ranks]
         if set(have) != {offset}:

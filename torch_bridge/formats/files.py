@@ -16,9 +16,9 @@ from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from fzero.state.selection import read_from
 from torch_bridge.converted import Converted
-from torch_bridge.formats.across import in_turns, require_same_request
 from torch_bridge.formats.adam import groups_like, require_all, require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
+from torch_bridge.formats.multiprocess_write import in_turns, require_same_request
 from torch_bridge.formats.peft import write_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched, sent

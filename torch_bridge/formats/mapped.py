@@ -1,4 +1,4 @@
-"""Tensors that `torch.save` wrote somewhere inside a file: mapped into memory, read by pieces."""
+"""Tensors that `torch.save` wrote somewhere inside a file: mapped into memory, read by slices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mapped:
     content: np.ndarray[Any, Any]
 
     def copy_to(self, out: torch.Tensor, to: Index, index: Index) -> None:
-        """Reads a piece into a part of a tensor; no other byte of the file is read for it."""
+        """Reads a slice into one of a tensor; no other byte of the file is read for it."""
         # As bytes, since elements begin anywhere in the file.
         out.unsqueeze(-1).view(torch.uint8).numpy()[to] = self.content[index]
 
@@ -42,7 +42,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def find_tensor(pages: mmap.mmap, start: int, length: int) -> Mapped:
-    """The tensor that `torch.save` wrote at a place.
+    """The tensor that `torch.save` wrote at an offset.
 
     Args:
         pages: the file.
@@ -53,13 +53,13 @@ def find_tensor(pages: mmap.mmap, start: int, length: int) -> Mapped:
         Exception: whatever a damaged file leads to; nothing in it runs.
     """
     with FakeTensorMode():  # fake tensors know where their elements lie, and do not read them
-        part: Any = _Part(pages, start, length)
-        found = torch.load(part, map_location="cpu", weights_only=True)
+        file: Any = _FileRange(pages, start, length)
+        found = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(found, torch.Tensor):
         raise ValueError(f"expected a tensor, got {type(found).__name__}")
     storage: Any = found.untyped_storage()
     if found.is_conj() or found.is_neg() or storage._checkpoint_offset is None:
-        return _read(_Part(pages, start, length))
+        return _read(_FileRange(pages, start, length))
     if not 0 <= storage._checkpoint_offset <= length - storage.nbytes():
         raise ValueError("the tensor's elements are said to lie outside of it")
     elements = memoryview(pages)[start + storage._checkpoint_offset :][: storage.nbytes()]
@@ -71,14 +71,14 @@ def find_tensor(pages: mmap.mmap, start: int, length: int) -> Mapped:
     return Mapped(found.dtype, tuple(found.shape), content)
 
 
-def _read(part: Any) -> Mapped:
+def _read(file: Any) -> Mapped:
     """A tensor whose elements are not those in the file (a conjugate), or lie in an old layout."""
-    found = torch.load(part, map_location="cpu", weights_only=True).detach()
+    found = torch.load(file, map_location="cpu", weights_only=True).detach()
     plain = found.resolve_conj().resolve_neg().contiguous()
     return Mapped(plain.dtype, tuple(plain.shape), plain.unsqueeze(-1).view(torch.uint8).numpy())
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """Some bytes of a file as a file of their own."""
 
     def __init__(self, pages: mmap.mmap, start: int, length: int) -> None:

@@ -60,9 +60,9 @@ def named_as_in_the_module(
         else:
             joined.setdefault(new, {}).setdefault(pattern, []).append(tensors[name])
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    for new, parts in joined.items():
-        converter = of_pattern[next(iter(parts))]
-        ordered = [parts[p] for p in converter.source_patterns if p in parts]
+    for new, sources in joined.items():
+        converter = of_pattern[next(iter(sources))]
+        ordered = [sources[p] for p in converter.source_patterns if p in sources]
         found[new] = _converted(new, ordered, converter.operations)
     return found
 
@@ -109,38 +109,38 @@ def _converted(
     return groups[0][0].named(name)
 
 
-def stacked(name: str, parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+def stacked(name: str, tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     """Tensors of one shape along a new dim."""
-    shape = parts[0].shape
+    shape = tensors[0].shape
     axis = dim % (len(shape) + 1)
-    _require_alike(name, parts, lambda part: part.shape)
+    _require_alike(name, tensors, lambda one: one.shape)
 
     def fetch(index: Index) -> torch.Tensor:
         rest = (*index[:axis], *index[axis + 1 :])
-        return torch.stack([part.tensor(rest) for part in parts[index[axis]]], axis)
+        return torch.stack([one.tensor(rest) for one in tensors[index[axis]]], axis)
 
-    whole = (*shape[:axis], len(parts), *shape[axis:])
-    return LazyTensor(name, parts[0].torch_dtype, whole, fetch, parts[0].file)
+    whole = (*shape[:axis], len(tensors), *shape[axis:])
+    return LazyTensor(name, tensors[0].torch_dtype, whole, fetch, tensors[0].file)
 
 
-def concatenated(name: str, parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+def concatenated(name: str, tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     """Tensors one after the other along a dim."""
-    axis = dim % len(parts[0].shape)
-    _require_alike(name, parts, lambda part: (*part.shape[:axis], *part.shape[axis + 1 :]))
-    sizes = [part.shape[axis] for part in parts]
+    axis = dim % len(tensors[0].shape)
+    _require_alike(name, tensors, lambda one: (*one.shape[:axis], *one.shape[axis + 1 :]))
+    sizes = [one.shape[axis] for one in tensors]
 
     def fetch(index: Index) -> torch.Tensor:
-        begin, pieces = 0, []
-        for part, size in zip(parts, sizes, strict=True):
+        begin, slices = 0, []
+        for one, size in zip(tensors, sizes, strict=True):
             low = min(max(index[axis].start - begin, 0), size)
             high = min(max(index[axis].stop - begin, 0), size)
             begin += size
             if low < high or size == 0:
-                pieces.append(part.tensor((*index[:axis], slice(low, high), *index[axis + 1 :])))
-        return torch.cat(pieces, axis) if pieces else parts[0].tensor(_nothing(index, axis))
+                slices.append(one.tensor((*index[:axis], slice(low, high), *index[axis + 1 :])))
+        return torch.cat(slices, axis) if slices else tensors[0].tensor(_nothing(index, axis))
 
-    whole = (*parts[0].shape[:axis], sum(sizes), *parts[0].shape[axis + 1 :])
-    return LazyTensor(name, parts[0].torch_dtype, whole, fetch, parts[0].file)
+    whole = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
+    return LazyTensor(name, tensors[0].torch_dtype, whole, fetch, tensors[0].file)
 
 
 def _nothing(index: Index, axis: int) -> Index:
@@ -148,11 +148,11 @@ def _nothing(index: Index, axis: int) -> Index:
 
 
 def _require_alike(
-    name: str, parts: Sequence[LazyTensor], shape: Callable[[LazyTensor], Any]
+    name: str, tensors: Sequence[LazyTensor], shape: Callable[[LazyTensor], Any]
 ) -> None:
-    kinds: Mapping[Any, str] = {(shape(part), part.torch_dtype): part.name for part in parts}
+    kinds: Mapping[Any, str] = {(shape(one), one.torch_dtype): one.name for one in tensors}
     if len(kinds) > 1:
         raise CheckpointError(
-            f"{parts[0].file}: `{name}` is made of tensors that differ in shape or dtype:"
+            f"{tensors[0].file}: `{name}` is made of tensors that differ in shape or dtype:"
             f" {sorted(kinds.values())[:3]}"
         )

@@ -71,9 +71,9 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
             kind = ToldError if isinstance(error, ToldError) else CheckpointError
             raise kind(_with_url(str(error), url)) from error
         files = [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())
-        for part in ([p for p in files if not _is_last(p)], [p for p in files if _is_last(p)]):
+        for paths in ([p for p in files if not _is_last(p)], [p for p in files if _is_last(p)]):
             with _said(url, "written"):
-                for path in part:
+                for path in paths:
                     inner = path.relative_to(local).as_posix()
                     store.put_file(str(path), url if path == local else f"{url}/{inner}")
             turns.told(None)

@@ -46,7 +46,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_ORDER = {code: place for place, code in enumerate(_DTYPES)}
+_ORDER = {code: rank for rank, code in enumerate(_DTYPES)}
 _METADATA = "__metadata__"
 # transformers refuses files without it.
 _FORMAT = {"format": "pt"}
@@ -66,13 +66,13 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         metadata = file.metadata() or {}
         found: dict[str, LazyTensor] = {}
         for name in file.keys():  # noqa: SIM118 (not a dict)
-            piece = file.get_slice(name)
-            dtype = _DTYPES.get(str(piece.get_dtype()))
+            stored = file.get_slice(name)
+            dtype = _DTYPES.get(str(stored.get_dtype()))
             if dtype is None:
                 raise CheckpointError(
-                    f"{path.name}: `{name}` has dtype {piece.get_dtype()}, which is not covered"
+                    f"{path.name}: `{name}` has dtype {stored.get_dtype()}, which is not covered"
                 )
-            shape = tuple(int(n) for n in piece.get_shape())
+            shape = tuple(int(n) for n in stored.get_shape())
             found[name] = LazyTensor(name, dtype, shape, _fetch(file, name), path.name)
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):

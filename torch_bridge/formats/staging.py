@@ -74,7 +74,7 @@ def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterato
                 sync(path)
         turns.told(None)  # and on the disk
         if owns:
-            _take_place(temporary, target, merge)
+            _replace(temporary, target, merge)
     except OSError as error:
         _say_where(error, target)
         raise
@@ -103,7 +103,7 @@ def _beside(target: Path, merge: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
 
 
-def _take_place(temporary: Path, target: Path, merge: bool) -> None:
+def _replace(temporary: Path, target: Path, merge: bool) -> None:
     if not (merge and target.is_dir() and any(target.iterdir())):
         temporary.chmod(0o777 & ~_umask())
         temporary.replace(target)

@@ -291,8 +291,8 @@ def _correct_checksums(path: Path) -> None:
             # With this flag it stands after the data, behind a signature.
             after = record.header_offset + 30 + name + extra + record.file_size + 4
             local = after if record.flag_bits & 8 else record.header_offset + 14
-            for place in (local, at + 16):
-                file.seek(place)
+            for offset in (local, at + 16):
+                file.seek(offset)
                 file.write(struct.pack("<I", checksum))
             file.seek(at + 28)
             at += 46 + sum(struct.unpack("<HHH", file.read(6)))

@@ -18,7 +18,7 @@ class Turns:
     """The writers of one checkpoint: here this process alone (`formats.across` has several).
 
     Every writer makes the same calls in the same order. A format with several files divides them
-    into parts in their order, so that a stack's layers are mostly in one part.
+    into turns in their order, so that a stack's layers are mostly in one turn.
 
     Attributes:
         leads: whether this process does what one alone has to do.
@@ -31,12 +31,12 @@ class Turns:
     count = 1
 
     @contextlib.contextmanager
-    def turn(self, part: int = 0, parts: int = 1) -> Iterator[bool]:
-        """Whether this process writes a part; where another one does, it has when this is left.
+    def turn(self, index: int = 0, of: int = 1) -> Iterator[bool]:
+        """Whether this process may write; where another one may, it has when this is left.
 
         Args:
-            part: which one, from 0.
-            parts: how many there are.
+            index: which one, from 0.
+            of: how many there are.
         """
         yield True
 

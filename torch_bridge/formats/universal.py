@@ -21,7 +21,7 @@ from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_wei
 from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_file, load_model, shape_of
 from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
+from torch_bridge.module.lazy import LazyTensor, from_flat, in_memory
 
 
 _FP32 = "fp32"
@@ -46,12 +46,12 @@ def read_universal(folder: Path) -> Checkpoint:
     models, own, ties = _modules(folder)
     states = [state for (data, _), state in models.items() if data in (None, 0)]
     shapes = _learned_shapes(states, folder)
-    pieces, steps, unread = _folders(folder, shapes)
-    if lost := sorted(set(shapes) - set(pieces[_FP32])):
+    found, steps, unread = _folders(folder, shapes)
+    if lost := sorted(set(shapes) - set(found[_FP32])):
         raise CheckpointError(f"{folder.name}: {lost[:5]} learn, but have no folders in zero/")
     # What has no moments does not learn: the module has it in its own dtype.
-    moments = pieces["exp_avg"]
-    learned = {n: t for n, t in pieces[_FP32].items() if n in moments or n not in own}
+    moments = found["exp_avg"]
+    learned = {n: t for n, t in found[_FP32].items() if n in moments or n not in own}
     tensors = {**own, **learned}
     for name, kept in ties.items():
         if kept in tensors and name not in moments:
@@ -62,7 +62,7 @@ def read_universal(folder: Path) -> Checkpoint:
         optimizer = f"{folder.name}: {partly[:5]} learn, but have no moments; other ones have"
     elif moments and unread is None:
         steps = steps or _steps(common, folder)
-        optimizer = at_one_step(steps, folder.name, pieces, _groups(common, states))
+        optimizer = at_one_step(steps, folder.name, found, _groups(common, states))
     version = first.get("ds_version", common.get("ds_version"))
     return Checkpoint(
         str(folder), "DeepSpeed universal", tensors, version=str(version) if version else None,
@@ -102,7 +102,7 @@ def _folders(
     folder: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, dict[str, LazyTensor]], list[int], str | None]:
     """Each parameter's tensors by kind and name, the steps, and what was not read, in words."""
-    pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    tensors: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
     steps: list[int] = []
     unread = None
     for path in sorted((folder / "zero").iterdir()):
@@ -117,13 +117,13 @@ def _folders(
         if len(has) == 1:
             raise CheckpointError(f"{folder.name}: `{path.name}` has only one of {MOMENTS}")
         for key in (_FP32, *sorted(has)):
-            pieces[key][path.name] = _piece(path, key, shapes.get(path.name))
+            tensors[key][path.name] = _tensor(path, key, shapes.get(path.name))
         if "step" in found:
             steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
-    return pieces, steps, unread
+    return tensors, steps, unread
 
 
-def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
+def _tensor(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
     where = f"{path.name}/{key}.pt"
     content = load_plain(path / f"{key}.pt", STAND_INS)
     value: Any = content.get("param") if isinstance(content, dict) else content
@@ -131,7 +131,7 @@ def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
         raise CheckpointError(f"{where}: expected a tensor")
     if shape is None or tuple(value.shape) == shape:
         return in_memory(path.name, value, where)
-    return flat_piece(path.name, shape, [value.detach().reshape(-1)], where)
+    return from_flat(path.name, shape, [value.detach().reshape(-1)], where)
 
 
 def _common(folder: Path) -> dict[str, Any]:
@@ -196,11 +196,11 @@ def write_universal(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> 
     kinds = {_FP32: {name: by_name[name].cast(torch.float32) for name in learned}}
     if optimizer is not None:
         kinds |= {"exp_avg": dict(optimizer.exp_avg), "exp_avg_sq": dict(optimizer.exp_avg_sq)}
-    names, parts = list(learned), turns.count
-    for part in range(parts):
-        with turns.turn(part, parts) as mine:
+    names, count = list(learned), turns.count
+    for number in range(count):
+        with turns.turn(number, count) as mine:
             if mine:
-                own = names[len(names) * part // parts : len(names) * (part + 1) // parts]
+                own = names[len(names) * number // count : len(names) * (number + 1) // count]
                 _write_folders(zero, own, kinds, optimizer)
     with turns.turn() as mine:
         if mine:

@@ -43,8 +43,8 @@ class _Trainer:
             "accumulate_grad_batches": ("", 1),
         }
         if name == "max_epochs":
-            parts = self.num_steps, self.steps_per_epoch
-            whole = None if None in parts else -(-parts[0] // parts[1])  # type: ignore[operator]
+            both = self.num_steps, self.steps_per_epoch
+            whole = None if None in both else -(-both[0] // both[1])  # type: ignore[operator]
             found[name] = ("num_steps= and steps_per_epoch", whole)
         if name not in found:
             raise ConversionError(
@@ -81,7 +81,7 @@ def configured(
         raise ConversionError(f"{name} has no configure_optimizers; pass tx=, an optax optimizer")
     with with_trainer(module, _Trainer(num_steps, steps_per_epoch)):
         returned = module.configure_optimizers()  # type: ignore[operator]
-    optimizers, schedulers = _parts(returned)
+    optimizers, schedulers = _as_lists(returned)
     if len(optimizers) != 1:
         raise ConversionError(
             f"configure_optimizers of {name} returns {len(optimizers)} optimizers; a step here has"
@@ -101,7 +101,7 @@ def configured(
     return Configured(optimizers[0], config["scheduler"], every)
 
 
-def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
+def _as_lists(returned: Any) -> tuple[list[Any], list[Any]]:
     """Optimizers and schedulers, or their configurations."""
     if isinstance(returned, torch.optim.Optimizer):
         return [returned], []
@@ -114,8 +114,8 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
             second = returned[1]
             return returned[0], list(second) if isinstance(second, list | tuple) else [second]
         if all(isinstance(one, torch.optim.Optimizer | Mapping) for one in returned):
-            parts = [_parts(one) for one in returned]
-            return [o for own, _ in parts for o in own], [s for _, own in parts for s in own]
+            each = [_as_lists(one) for one in returned]
+            return [o for own, _ in each for o in own], [s for _, own in each for s in own]
     raise ConversionError(
         f"configure_optimizers returned {returned!r:.80}; expected an optimizer, a list of one, a"
         " dict with 'optimizer' (and 'lr_scheduler'), or a list of optimizers and one of schedulers"

@@ -58,10 +58,10 @@ def _first_kind(order: int, x: jax.Array) -> jax.Array:
     near = jnp.minimum(size, _FAR)[..., None]
     angles = _angles(x)
     wave = near * jnp.sin(angles)
-    parts = jnp.cos(wave) if order == 0 else jnp.sin(wave) * jnp.sin(angles)
+    samples = jnp.cos(wave) if order == 0 else jnp.sin(wave) * jnp.sin(angles)
     far = jnp.maximum(size, _FAR)
     (p, q), (cos, sin) = _hankel(order, far), _turned(order, far)
-    found = jnp.where(size < _FAR, jnp.mean(parts, axis=-1), p * cos - q * sin)
+    found = jnp.where(size < _FAR, jnp.mean(samples, axis=-1), p * cos - q * sin)
     return found * jnp.sign(x) if order else found
 
 
@@ -77,9 +77,9 @@ def _second_kind(order: int, x: jax.Array) -> jax.Array:
             weights += (-1) ** k / k * np.cos(2 * k * grid)
         else:
             weights += (-1) ** k * (k + 0.5) / (k * (k + 1)) * np.sin((2 * k + 1) * grid)
-    parts = (jnp.cos(wave) if order == 0 else jnp.sin(wave)) * jnp.asarray(weights, x.dtype)
+    samples = (jnp.cos(wave) if order == 0 else jnp.sin(wave)) * jnp.asarray(weights, x.dtype)
     log = jnp.log(near / 2) + float(np.euler_gamma) - order
-    series = 2 / np.pi * log * _first_kind(order, near) - 4 / np.pi * jnp.mean(parts, axis=-1)
+    series = 2 / np.pi * log * _first_kind(order, near) - 4 / np.pi * jnp.mean(samples, axis=-1)
     if order:
         series = series - 2 / (np.pi * near) * _first_kind(0, near)
     far = jnp.maximum(x, _FAR)
@@ -185,22 +185,22 @@ def _polynomial(start: Any, step: Any, shifted: bool = False) -> Any:
 
     def value(x: Any, n: Any) -> jax.Array:
         (wide,) = promote_float(x if hasattr(x, "dtype") else jnp.asarray(x, jnp.float32))
-        place = 2 * wide - 1 if shifted else wide
+        point = 2 * wide - 1 if shifted else wide
         degree = jnp.trunc(jnp.asarray(n, wide.dtype))
         degree = jnp.where(degree < 2.0**63, degree, -1)  # no 64-bit number: PyTorch's is negative
         degree = jnp.where(degree <= _HIGHEST, degree, jnp.nan)
-        place, degree = jnp.broadcast_arrays(place, degree)
+        point, degree = jnp.broadcast_arrays(point, degree)
 
         def more(k: Any, pair: Any) -> Any:
             before, last = pair
             index = jnp.asarray(k, wide.dtype)
-            following = step(index, place, last, before)
+            following = step(index, point, last, before)
             go = index <= degree
             return jnp.where(go, last, before), jnp.where(go, following, last)
 
-        one = jnp.ones_like(place)
+        one = jnp.ones_like(point)
         top = jnp.max(jnp.nan_to_num(degree), initial=0).astype(np.int32)
-        _, found = jax.lax.fori_loop(2, top + 1, more, (one, start(place)))
+        _, found = jax.lax.fori_loop(2, top + 1, more, (one, start(point)))
         found = jnp.where(degree < 0, 0, jnp.where(degree == 0, one, found))
         found = jnp.where(jnp.isnan(degree), degree, found)
         return jax.lax.stop_gradient(found)

@@ -39,8 +39,8 @@ def to_other(x: Any, other: Any, *_: Any, **__: Any) -> jax.Array:
 def diff(
     x: jax.Array, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> jax.Array:
-    parts = [part for part in (prepend, x, append) if part is not None]
-    joined = jnp.concatenate(parts, axis=dim) if len(parts) > 1 else x
+    given = [one for one in (prepend, x, append) if one is not None]
+    joined = jnp.concatenate(given, axis=dim) if len(given) > 1 else x
     for _ in range(n):
         after = jax.lax.slice_in_dim(joined, 1, None, axis=dim % x.ndim)
         before = jax.lax.slice_in_dim(joined, 0, -1, axis=dim % x.ndim)

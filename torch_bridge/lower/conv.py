@@ -154,7 +154,7 @@ def _transposed(
         for k, p, d, extra in zip(kernel, padding, dilation, output_padding, strict=True)
     ]
     # Of three dims XLA gives cuDNN (jax 0.11.2, cuDNN 9.19) shapes that it refuses for groups.
-    parts = groups if dims == 3 else 1
+    calls = groups if dims == 3 else 1
     found = [
         jax.lax.conv_general_dilated(
             own,
@@ -163,11 +163,11 @@ def _transposed(
             edges,
             lhs_dilation=stride,
             rhs_dilation=dilation,
-            feature_group_count=groups // parts,
+            feature_group_count=groups // calls,
             dimension_numbers=_layout(dims),
             preferred_element_type=dtype,
         )
-        for own, kernels in zip(jnp.split(x, parts, axis=-1), jnp.split(w, parts), strict=True)
+        for own, kernels in zip(jnp.split(x, calls, axis=-1), jnp.split(w, calls), strict=True)
     ]
     return jnp.concatenate(found, axis=-1)
 

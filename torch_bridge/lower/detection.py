@@ -58,9 +58,9 @@ def roi_align(
 def _neighbours(at: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The whole numbers on both sides, and how much of each is taken."""
     low = jax.lax.stop_gradient(jnp.floor(at))
-    part = at - low
-    place = low.astype(jnp.int32)
-    return [(place, 1 - part), (place + 1, part)]
+    rest = at - low
+    index = low.astype(jnp.int32)
+    return [(index, 1 - rest), (index + 1, rest)]
 
 
 @register_operator("torchvision.deform_conv2d.default")
@@ -80,15 +80,15 @@ def deform_conv2d(
     high, wide = offset.shape[-2:]
     moved = jnp.reshape(offset, (n, offset_groups, kh, kw, 2, high, wide))
 
-    def places(axis: int, size: int, taps: int, stride: int, pad: int, dilation: int) -> jax.Array:
+    def points(axis: int, size: int, taps: int, stride: int, pad: int, dilation: int) -> jax.Array:
         start = jnp.arange(size, dtype=x.dtype) * stride - pad
         tap = jnp.arange(taps, dtype=x.dtype) * dilation
         shape = [(taps, 1, size, 1), (1, taps, 1, size)][axis]
         grid = jnp.reshape(tap[:, None] + start, shape)
         return jnp.reshape(grid + moved[:, :, :, :, axis], (n, offset_groups, -1))
 
-    ys = places(0, high, kh, stride_h, pad_h, dilation_h)
-    xs = places(1, wide, kw, stride_w, pad_w, dilation_w)
+    ys = points(0, high, kh, stride_h, pad_h, dilation_h)
+    xs = points(1, wide, kw, stride_w, pad_w, dilation_w)
     grouped = jnp.reshape(x, (n, offset_groups, c // offset_groups, *x.shape[2:]))
     taps = jax.vmap(jax.vmap(_interpolated))(grouped, ys, xs)
     if use_mask:
@@ -100,7 +100,7 @@ def deform_conv2d(
 
 
 def _interpolated(image: jax.Array, ys: jax.Array, xs: jax.Array) -> jax.Array:
-    """Samples of an image with zeros around it. Shapes: image `(C, H, W)`, places `(L,)`."""
+    """Samples of an image with zeros around it. Shapes: image `(C, H, W)`, points `(L,)`."""
     high, wide = image.shape[1:]
     inside = (ys > -1) & (ys < high) & (xs > -1) & (xs < wide)
     found: Any = 0.0

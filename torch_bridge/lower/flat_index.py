@@ -14,7 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
 from torch_bridge.lower.index import added, written
-from torch_bridge.lower.reduce import number_at_its_place, value_at
+from torch_bridge.lower.reduce import number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 
@@ -28,8 +28,8 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -> jax.Array:
     flat, index = jnp.ravel(x), jnp.ravel(index)
     index = jnp.where(index < 0, index + x.size, index)
-    place, values = written(flat, 0, index, jnp.ravel(source), accumulate)
-    where = flat.at[place]
+    valid, values = written(flat, 0, index, jnp.ravel(source), accumulate)
+    where = flat.at[valid]
     return jnp.reshape(added(where, values) if accumulate else where.set(values), x.shape)
 
 
@@ -41,16 +41,16 @@ def index_reduce(
         whole = index_reduce(x[None], 0, jnp.ravel(index), jnp.ravel(source), reduce,
                              include_self=include_self)  # fmt: skip
         return whole[0]
-    place, values = written(x, dim, jnp.ravel(index), source, True)
-    where = (slice(None),) * (dim % x.ndim) + (place,)
+    valid, values = written(x, dim, jnp.ravel(index), source, True)
+    where = (slice(None),) * (dim % x.ndim) + (valid,)
     return reduce_into(x, where, values, reduce, include_self)
 
 
 def _strided(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
-    places = np.asarray(offset)
+    positions = np.asarray(offset)
     for n, step in zip(size, stride, strict=True):
-        places = places[..., None] + np.arange(n) * step
-    return places.astype(np.int32)
+        positions = positions[..., None] + np.arange(n) * step
+    return positions.astype(np.int32)
 
 
 @register_operator("aten.as_strided.default", "aten.as_strided_copy.default")
@@ -74,16 +74,16 @@ def as_strided_scatter(
 def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """The most frequent value, of several the smallest, and the last place where it stands."""
     if not x.ndim:
-        return number_at_its_place(x)
+        return number_and_index(x)
     order = jnp.argsort(jax.lax.stop_gradient(x), axis=dim, stable=True)
     ordered = jnp.moveaxis(jnp.take_along_axis(jax.lax.stop_gradient(x), order, axis=dim), dim, -1)
     count = ordered.shape[-1]
     same = ordered[..., 1:] == ordered[..., :-1]
-    place = jnp.arange(count, dtype=np.int32)
+    position = jnp.arange(count, dtype=np.int32)
     starts = jnp.concatenate([jnp.ones((*same.shape[:-1], 1), bool), ~same], -1)
-    begin = jax.lax.cummax(jnp.where(starts, place, 0), axis=ordered.ndim - 1)
+    begin = jax.lax.cummax(jnp.where(starts, position, 0), axis=ordered.ndim - 1)
     # At the end of a run its length stands; the first of the longest wins.
-    last = jnp.argmax(place - begin, axis=-1, keepdims=True)
+    last = jnp.argmax(position - begin, axis=-1, keepdims=True)
     index = jnp.take_along_axis(order, jnp.moveaxis(last, -1, dim), axis=dim)
     return value_at(x, index, dim, keepdim)
 

@@ -1,7 +1,7 @@
 """Reading and writing by index.
 
 Indices outside the tensor: torch raises, here they read NaN (whole numbers: the smallest of their
-dtype), and write it, at the nearest place that there is.
+dtype), and write it, at the nearest index that there is.
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -140,19 +140,19 @@ def lost(x: jax.Array) -> jax.Array:
 def written(
     x: jax.Array, dim: int, index: Any, values: Any, adds: bool = False
 ) -> tuple[Any, jax.Array]:
-    """An index along a dim whose places are all there, and what to write.
+    """An index along a dim that is valid everywhere, and what to write.
 
-    That is `lost` where a place was not; and everywhere, unless it `adds`: another value that is
+    That is `lost` where it was not; and everywhere, unless it `adds`: another value that is
     written there may come last. Values have the index's shape, or that of `x` but along the dim.
     """
     inside = (index >= 0) & (index < x.shape[dim])
-    place = jnp.clip(index, 0, x.shape[dim] - 1)
+    valid = jnp.clip(index, 0, x.shape[dim] - 1)
     values = cast(values, x.dtype)
     if not adds:
-        return place, jnp.where(jnp.all(inside), values, lost(x))
+        return valid, jnp.where(jnp.all(inside), values, lost(x))
     if index.ndim < x.ndim:  # one index for whole rows
         inside = jnp.reshape(inside, (-1, *(1,) * (x.ndim - 1 - dim % x.ndim)))
-    return place, jnp.where(inside, values, lost(x))
+    return valid, jnp.where(inside, values, lost(x))
 
 
 @register_operator("aten.take_along_dim.default")
@@ -183,22 +183,22 @@ def into_vectors(write: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 @register_operator("aten.scatter.src")
 @into_vectors
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
-    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
-    return jnp.asarray(x).at[along(x, dim, place)].set(new)
+    valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
+    return jnp.asarray(x).at[along(x, dim, valid)].set(new)
 
 
 @register_operator("aten.scatter.value")
 @into_vectors
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
-    place, new = written(x, dim, index, value)
-    return jnp.asarray(x).at[along(x, dim, place)].set(new)
+    valid, new = written(x, dim, index, value)
+    return jnp.asarray(x).at[along(x, dim, valid)].set(new)
 
 
 @register_operator("aten.scatter_add.default")
 @into_vectors
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
-    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return added(jnp.asarray(x).at[along(x, dim, place)], new)
+    valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
+    return added(jnp.asarray(x).at[along(x, dim, valid)], new)
 
 
 @register_operator("aten.index_add.default")
@@ -206,8 +206,8 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
     if not x.ndim:
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
-    place, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return added(jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)], new)
+    valid, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
+    return added(jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)], new)
 
 
 @register_operator("aten.select_scatter.default")
@@ -268,9 +268,9 @@ def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Arra
     flat = x.astype(bool).reshape(-1)
     number = jnp.cumsum(flat) - 1
     order = jnp.arange(flat.size, dtype=number.dtype)
-    places = jnp.zeros(size, number.dtype)
-    places = places.at[jnp.where(flat, number, size)].set(order, mode="drop")
-    found = jnp.stack(jnp.unravel_index(places, x.shape), -1).astype(canonical("int64"))
+    positions = jnp.zeros(size, number.dtype)
+    positions = positions.at[jnp.where(flat, number, size)].set(order, mode="drop")
+    found = jnp.stack(jnp.unravel_index(positions, x.shape), -1).astype(canonical("int64"))
     there = jnp.arange(size) < jnp.count_nonzero(flat)
     return jnp.where(there[:, None], found, fill_value)
 

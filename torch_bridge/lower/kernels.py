@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.exchange import fused
+from fzero.exchange import cudnn
 from fzero.exchange.attention import attention, divided_sequences
 from torch_bridge.lower.masks import Pattern
 
@@ -57,7 +57,7 @@ def fused_attention(
             return None
         own = (*[1] * (4 - mask.ndim), *mask.shape)[:2]  # of rows and heads
         mask = jnp.broadcast_to(mask, (*own, query.shape[-2], key.shape[-2]))
-    return _heads_last(fused.fused_attention, query, key, value, pattern, scale=scale, mask=mask)
+    return _heads_last(cudnn.fused_attention, query, key, value, pattern, scale=scale, mask=mask)
 
 
 def _heads_last(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_bridge.dtypes import canonical, is_float
-from torch_bridge.lower.reduce import number_at_its_place, value_at
+from torch_bridge.lower.reduce import number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.special import is_nan
 
@@ -18,7 +18,7 @@ from torch_bridge.lower.special import is_nan
 def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
     """The value of a rank (0 is the smallest) along a dim, and where it stands."""
     if not x.ndim:
-        return number_at_its_place(x)
+        return number_and_index(x)
     order = jnp.argsort(x, axis=dim, stable=True)  # NaN last, as in torch
     index = jnp.take_along_axis(order, jnp.broadcast_to(rank, _one(x, dim)), axis=dim)
     return value_at(x, index, dim, keepdim)
@@ -76,7 +76,7 @@ def nanmedian_dim(
     x: jax.Array, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     if not x.ndim:
-        return number_at_its_place(x)
+        return number_and_index(x)
     number = jnp.sum(~is_nan(x), axis=dim, keepdims=True)
     return _picked(x, dim, jnp.maximum(number - 1, 0) // 2, keepdim)
 
@@ -89,16 +89,16 @@ def nanmedian(x: jax.Array) -> jax.Array:
 
 def _running(x: jax.Array, dim: int, better: Any) -> tuple[jax.Array, jax.Array]:
     if not x.ndim:
-        return number_at_its_place(x)
+        return number_and_index(x)
     axis = dim % x.ndim
-    places = jax.lax.broadcasted_iota(canonical("int64"), x.shape, axis)
+    positions = jax.lax.broadcasted_iota(canonical("int64"), x.shape, axis)
 
     def later(a: Any, b: Any) -> Any:
         wins = better(b[0], a[0]) | jnp.isnan(b[0])
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
 
     fixed = jax.lax.stop_gradient(x)
-    _, index = jax.lax.associative_scan(later, (fixed, places), axis=axis)
+    _, index = jax.lax.associative_scan(later, (fixed, positions), axis=axis)
     return jnp.take_along_axis(x, index, axis=axis), index  # read by index: torch's gradient
 
 

@@ -118,14 +118,14 @@ def max_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _max_pool(x, 3, *args, **kwargs)
 
 
-def _with_places(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
     """Values and flat indices into the plane, the first of equal values as in torch."""
     plane = x.shape[-dims:]
     flat = jnp.arange(math.prod(plane), dtype=np.int32)
-    places = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
+    index = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
     windows = _Windows(x, dims, *_pool_args(*args, **kwargs))
     sliced = _window_slices(x, windows, _lowest(x))
-    where = _window_slices(places, windows, 0)
+    where = _window_slices(index, windows, 0)
     best = jnp.argmax(jax.lax.stop_gradient(sliced), axis=-1, keepdims=True)
     values, index = (
         jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in (sliced, where)
@@ -135,12 +135,12 @@ def _with_places(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[ja
 
 @register_operator("aten.max_pool2d_with_indices.default")
 def max_pool2d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    return _with_places(x, 2, *args, **kwargs)
+    return _with_index(x, 2, *args, **kwargs)
 
 
 @register_operator("aten.max_pool3d_with_indices.default")
 def max_pool3d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    return _with_places(x, 3, *args, **kwargs)
+    return _with_index(x, 3, *args, **kwargs)
 
 
 def _lowest(x: jax.Array) -> Any:
@@ -148,12 +148,12 @@ def _lowest(x: jax.Array) -> Any:
 
 
 @register_operator("aten.max_unpool2d.default", "aten.max_unpool3d.default")
-def max_unpool(x: jax.Array, places: jax.Array, output_size: Sequence[int], *_: Any) -> jax.Array:
-    """Values back at their places; where several meet, the last stays and all have a gradient."""
+def max_unpool(x: jax.Array, index: jax.Array, output_size: Sequence[int], *_: Any) -> jax.Array:
+    """Values back at their indices; where several meet, the last stays and all have a gradient."""
     dims = len(output_size)
     lead = x.shape[: x.ndim - dims]
     rows = math.prod(lead)
-    values, index = jnp.reshape(x, (rows, -1)), jnp.reshape(places, (rows, -1))
+    values, index = jnp.reshape(x, (rows, -1)), jnp.reshape(index, (rows, -1))
     where = (jnp.arange(rows)[:, None], index)
     out = jnp.zeros((rows, math.prod(output_size)), x.dtype)
     fixed = jax.lax.stop_gradient(values)
@@ -171,7 +171,7 @@ def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
     """All values of each window, stacked on a new last dim in row order."""
     widths = [(0, 0, 0)] * windows.lead + [(low, high, 0) for low, high in windows.edges]
     padded = jax.lax.pad(x, np.asarray(fill, x.dtype), widths)
-    parts = []
+    slices = []
     for offset in np.ndindex(*windows.kernel):
         start = [0] * windows.lead
         stop = list(padded.shape[: windows.lead])
@@ -183,8 +183,8 @@ def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
             start.append(first)
             stop.append(first + (count - 1) * windows.stride[i] + 1)
         strides = (*(1,) * windows.lead, *windows.stride)
-        parts.append(jax.lax.slice(padded, start, stop, strides))
-    return jnp.stack(parts, axis=-1)
+        slices.append(jax.lax.slice(padded, start, stop, strides))
+    return jnp.stack(slices, axis=-1)
 
 
 def _avg_pool(
@@ -284,22 +284,22 @@ def adaptive_max_pool(
     """Values and flat indices into the plane, the first of equal values as in torch."""
     plane = x.shape[x.ndim - len(output_size) :]
     flat = jnp.arange(math.prod(plane), dtype=np.int32)
-    places = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
+    index = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
     # The last dim first: of equal values the one in the first row is found, as row by row.
     for i, size in reversed(list(enumerate(output_size))):
         axis = x.ndim - len(output_size) + i
         if size is None or size == x.shape[axis]:
             continue
-        parts = [_largest(x, places, axis, *ends) for ends in _adaptive_bounds(x.shape[axis], size)]
-        x, places = (jnp.concatenate(each, axis=axis) for each in zip(*parts, strict=True))
-    return x, places.astype(canonical("int64"))
+        found = [_largest(x, index, axis, *ends) for ends in _adaptive_bounds(x.shape[axis], size)]
+        x, index = (jnp.concatenate(each, axis=axis) for each in zip(*found, strict=True))
+    return x, index.astype(canonical("int64"))
 
 
 def _largest(
-    x: jax.Array, places: jax.Array, axis: int, begin: int, end: int
+    x: jax.Array, index: jax.Array, axis: int, begin: int, end: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest value between two ends, and its place."""
-    values, where = (jax.lax.slice_in_dim(each, begin, end, axis=axis) for each in (x, places))
+    """The largest value between two ends, and its index."""
+    values, where = (jax.lax.slice_in_dim(each, begin, end, axis=axis) for each in (x, index))
     best = jnp.argmax(jax.lax.stop_gradient(values), axis=axis, keepdims=True)
     return (
         jnp.take_along_axis(values, best, axis=axis),
@@ -310,11 +310,11 @@ def _largest(
 @register_operator("aten.max_pool2d_with_indices_backward.default")
 def max_pool2d_backward(
     slope: jax.Array, x: jax.Array, kernel: Any, stride: Any, padding: Any, dilation: Any,
-    ceil_mode: bool, places: jax.Array,
+    ceil_mode: bool, index: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """The gradient of max pooling that a forward works out itself: each where its maximum is."""
     lead = x.shape[:-2]
     rows, plane = math.prod(lead), math.prod(x.shape[-2:])
-    where = (jnp.arange(rows)[:, None], jnp.reshape(places, (rows, -1)))
+    where = (jnp.arange(rows)[:, None], jnp.reshape(index, (rows, -1)))
     summed = jnp.zeros((rows, plane), slope.dtype).at[where].add(jnp.reshape(slope, (rows, -1)))
     return jnp.reshape(summed, x.shape)

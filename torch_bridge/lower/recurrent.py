@@ -178,7 +178,7 @@ def _layers(
             finals.append(final)
             sides.append(side)
         out = jnp.concatenate(sides, axis=-1) if directions == 2 else sides[0]
-    last = [jnp.stack(parts) for parts in zip(*finals, strict=True)]
+    last = [jnp.stack(each) for each in zip(*finals, strict=True)]
     return (jnp.swapaxes(out, 0, 1) if options.batch_first else out), last
 
 

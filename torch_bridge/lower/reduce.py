@@ -86,7 +86,7 @@ def min_all(x: jax.Array) -> jax.Array:
 
 def _with_index(x: jax.Array, dim: int, keepdim: bool, argfn: Any) -> tuple[jax.Array, jax.Array]:
     if x.ndim == 0:
-        return number_at_its_place(x)
+        return number_and_index(x)
     return value_at(x, argfn(x, axis=dim, keepdims=True), dim, keepdim)
 
 
@@ -100,7 +100,7 @@ def value_at(
     return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
 
 
-def number_at_its_place(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def number_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A 0-d array, which has one value, and its index."""
     return x, jnp.zeros((), canonical("int64"))
 

@@ -48,14 +48,14 @@ def _step(length: int, out: int, factor: float | None, kind: Any) -> Any:
 
 
 def _nearest_index(length: int, out: int, factor: float | None, exact: bool) -> Array:
-    places = np.arange(out)
+    indices = np.arange(out)
     if out == length:
-        return places
+        return indices
     if out == 2 * length and not exact:
-        return places // 2
+        return indices // 2
     step = _step(length, out, factor, np.dtype(np.float32))
     offset = np.float32(0.5) if exact else np.float32(0.0)
-    picked = np.floor((places.astype(np.float32) + offset) * step).astype(np.int64)
+    picked = np.floor((indices.astype(np.float32) + offset) * step).astype(np.int64)
     return np.minimum(picked, length - 1)
 
 
@@ -95,12 +95,12 @@ Weights = Callable[[int, int, "float | None", bool, Any], _Taps]
 def _source(
     length: int, out: int, factor: float | None, align: bool, kind: Any, clip: bool
 ) -> Array:
-    places = np.arange(out).astype(kind)
+    indices = np.arange(out).astype(kind)
     if align:
         step = kind.type(length - 1) / kind.type(out - 1) if out > 1 else kind.type(0)
-        return places * step
+        return indices * step
     half = kind.type(0.5)
-    found = _step(length, out, factor, kind) * (places + half) - half
+    found = _step(length, out, factor, kind) * (indices + half) - half
     return np.maximum(found, kind.type(0)) if clip else found
 
 
@@ -180,9 +180,9 @@ def _made(x: jax.Array, taps: _Taps, matrix: Array) -> jax.Array:
     def resized(x: jax.Array) -> jax.Array:
         total: Any = None
         for rows, weights in zip(*taps, strict=True):
-            part = jnp.take(x, np.maximum(rows, 0), axis=-1) * weights
-            part = part if (rows >= 0).all() else jnp.where(rows >= 0, part, 0)
-            total = part if total is None else total + part
+            taken = jnp.take(x, np.maximum(rows, 0), axis=-1) * weights
+            taken = taken if (rows >= 0).all() else jnp.where(rows >= 0, taken, 0)
+            total = taken if total is None else total + taken
         return total
 
     @resized.defjvp

@@ -1,4 +1,4 @@
-"""Reductions into places given by an index, and the less common ways to write."""
+"""Reductions into elements given by an index, and the less common ways to write."""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
@@ -21,8 +21,8 @@ from torch_bridge.lower.tangents import sloped
 def scatter_reduce(
     x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> jax.Array:
-    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return reduce_into(x, along(x, dim, place), new, reduce, include_self)
+    valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
+    return reduce_into(x, along(x, dim, valid), new, reduce, include_self)
 
 
 @register_operator("aten.scatter.reduce", "aten.scatter.value_reduce")
@@ -34,7 +34,7 @@ def scatter_with(x: jax.Array, dim: int, index: Any, src: Any, *, reduce: str) -
 def reduce_into(
     x: jax.Array, where: tuple[Any, ...], src: jax.Array, reduce: str, include_self: bool
 ) -> jax.Array:
-    """Values reduced into the places of an index: sum, mean, prod, amax or amin."""
+    """Values reduced into the elements at an index: sum, mean, prod, amax or amin."""
     if reduce in ("amax", "amin") or (reduce == "prod" and is_bool(x)):
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":
@@ -50,7 +50,7 @@ def reduce_into(
 
 
 def _first(x: jax.Array, where: tuple[Any, ...], neutral: Any, include_self: bool) -> jax.Array:
-    """What a reduction starts from: places that are written to may not count themselves."""
+    """What a reduction starts from: elements that are written to may not count themselves."""
     return x if include_self else jnp.asarray(x).at[where].set(jnp.asarray(neutral, x.dtype))
 
 
@@ -80,7 +80,7 @@ def _extreme(
 
 
 def _counted(x: jax.Array, where: tuple[Any, ...], include_self: bool) -> jax.Array:
-    """Which places take part in a reduction into them."""
+    """Which elements take part in a reduction into them."""
     counted = jnp.ones(x.shape, bool)
     return counted if include_self else counted.at[where].set(False)
 
@@ -111,8 +111,8 @@ def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self:
 def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
     if not x.ndim:
         return jnp.reshape(cast(source, x.dtype), ())
-    place, new = written(x, dim, index, source)
-    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
+    valid, new = written(x, dim, index, source)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)].set(new)
 
 
 @register_operator("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
@@ -120,8 +120,8 @@ def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     if not x.ndim:
         return index_fill(x[None], 0, index, value)[0]
     index = jnp.where(index < 0, index + x.shape[dim], index)  # which torch takes here
-    place, new = written(x, dim, index, value)
-    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
+    valid, new = written(x, dim, index, value)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)].set(new)
 
 
 @register_operator("aten.masked_scatter.default")
@@ -158,9 +158,9 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
     if not is_float(values):  # whole numbers: count in float32, whatever the values are
         values, low, high = (cast(v, np.float32) for v in (values, low, high))
     inside = (values >= low) & (values <= high)
-    place = jnp.floor((values - low) / (high - low) * jnp.asarray(bins, values.dtype))
-    place = jnp.clip(place, 0, bins - 1).astype(np.int32)
-    counts = jnp.zeros((bins,), np.int32).at[place].add(inside.astype(np.int32))
+    index = jnp.floor((values - low) / (high - low) * jnp.asarray(bins, values.dtype))
+    index = jnp.clip(index, 0, bins - 1).astype(np.int32)
+    counts = jnp.zeros((bins,), np.int32).at[index].add(inside.astype(np.int32))
     return counts.astype(kind)
 
 

@@ -18,7 +18,7 @@ from torch_bridge.lower.tangents import sloped
 
 
 def _segment_of(bounds: jax.Array, count: int) -> jax.Array:
-    """The segment that each of `count` places is in; behind the last one: one more."""
+    """The segment that each of `count` positions is in; behind the last one: one more."""
     return jnp.searchsorted(bounds[1:], jnp.arange(count), side="right").astype(np.int32)
 
 
@@ -42,7 +42,7 @@ def _segments(
         return one(data, bounds)
     start = {"max": -np.inf, "min": np.inf, "prod": 1.0}.get(reduce, 0.0)
     start = start if initial is None else initial
-    # What stands before the first segment or behind the last one goes to a place that is cut off.
+    # What stands before the first segment or behind the last one goes to an index that is cut off.
     segments = bounds.shape[0] - 1
     position = jnp.where(
         jnp.arange(data.shape[0]) < bounds[0], segments, _segment_of(bounds, data.shape[0])
@@ -130,8 +130,8 @@ def ctc_loss(
         )[0]
     if targets.ndim == 1:
         begins = jnp.cumsum(target_lengths) - target_lengths
-        places = begins[:, None] + jnp.arange(targets.shape[0])
-        targets = jnp.take(targets, places, mode="clip")
+        positions = begins[:, None] + jnp.arange(targets.shape[0])
+        targets = jnp.take(targets, positions, mode="clip")
     losses = jax.vmap(_alignments, (1, 0, 0, 0, None))(
         log_probs, targets, input_lengths, target_lengths, blank
     )

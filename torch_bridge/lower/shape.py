@@ -177,15 +177,15 @@ def repeat_interleave(
 
 
 @register_operator("aten.repeat_interleave.Tensor")
-def repeated_places(repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
+def repeated_indices(repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
     """The number of each element, as often as it is repeated; out of range if they do not fit."""
     if output_size is None:
         raise ConversionError(
             "repeat_interleave: how long its result is depends on data. Say it:"
             " repeat_interleave(x, repeats, output_size=n)"
         )
-    places = jnp.arange(len(repeats), dtype=repeats.dtype)
-    found = jnp.repeat(places, repeats, total_repeat_length=output_size)
+    indices = jnp.arange(len(repeats), dtype=repeats.dtype)
+    found = jnp.repeat(indices, repeats, total_repeat_length=output_size)
     return jnp.where(jnp.sum(repeats) == output_size, found, len(repeats))
 
 
@@ -224,8 +224,8 @@ def pad(x: jax.Array, pad: Sequence[int], mode: str = "constant", value: Any = N
         widths[x.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1])
     if mode == "replicate":
         for axis, (low, high) in enumerate(widths):
-            places = np.arange(x.shape[axis] + low + high) - low  # negative widths cut
-            x = jnp.take(x, np.clip(places, 0, x.shape[axis] - 1), axis=axis)
+            indices = np.arange(x.shape[axis] + low + high) - low  # negative widths cut
+            x = jnp.take(x, np.clip(indices, 0, x.shape[axis] - 1), axis=axis)
         return x
     kept = tuple(
         slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, x.shape, strict=True)

@@ -255,9 +255,9 @@ def _log_sums(axis: int, x: jax.Array) -> jax.Array:
 def _log_sums_jvp(axis: int, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """d out_j = sum over i <= j of softmax(x_0 .. x_j)_i dx_i."""
     (x,), (dx,) = values, tangents
-    places = np.arange(x.shape[axis])
+    positions = np.arange(x.shape[axis])
     rows = jnp.moveaxis(x, axis, -1)[..., None, :]
-    weights = jax.nn.softmax(rows, axis=-1, where=places[:, None] >= places)
+    weights = jax.nn.softmax(rows, axis=-1, where=positions[:, None] >= positions)
     slope = jnp.einsum("...ij,...j->...i", weights, jnp.moveaxis(dx, axis, -1))
     return _log_sums(axis, x), jnp.moveaxis(slope, -1, axis).astype(x.dtype)
 

@@ -53,12 +53,12 @@ def with_tangents(fn: Callable[..., Any], *rules: Callable[..., Any]) -> Callabl
 
     def tangent(args: Any, tangents: Any) -> Any:
         out = valued(*args)
-        parts = [
+        terms = [
             rule(dx, out, *args)
             for rule, dx in zip(rules, tangents, strict=True)
             if not isinstance(dx, SymbolicZero)
         ]
-        return out, functools.reduce(jnp.add, parts, jnp.zeros_like(out) if not parts else 0)
+        return out, functools.reduce(jnp.add, terms, jnp.zeros_like(out) if not terms else 0)
 
     valued.defjvp(tangent, symbolic_zeros=True)
 

@@ -98,8 +98,8 @@ def _biases(module: torch.nn.Module, layout: Layout, which: Any) -> frozenset[st
         return frozenset(n for n in names if n.rpartition(".")[2] == "bias" and "lora_" not in n)
     if which != "lora_only":
         return frozenset()
-    parts = (path for path, part in module.named_modules() if hasattr(part, "lora_A"))
-    return frozenset(n for path in parts if (n := f"{path}.base_layer.bias") in names)
+    paths = (path for path, child in module.named_modules() if hasattr(child, "lora_A"))
+    return frozenset(n for path in paths if (n := f"{path}.base_layer.bias") in names)
 
 
 def _prefixed(key: str) -> str:
@@ -128,23 +128,23 @@ def _targets(
     """The linear layers of an adapter, and whether it is nothing else."""
     found: dict[str, Target] = {}
     plain = True
-    for path, part in module.named_modules():
-        factors: Any = getattr(part, "lora_A", None)
+    for path, child in module.named_modules():
+        factors: Any = getattr(child, "lora_A", None)
         if not isinstance(factors, torch.nn.ModuleDict) or adapter not in factors:
             continue
-        weight: Any = getattr(getattr(part, "base_layer", None), "weight", None)
+        weight: Any = getattr(getattr(child, "base_layer", None), "weight", None)
         names = [f"{path}.base_layer.weight", f"{path}.lora_A.{adapter}.weight"]
         names.append(f"{path}.lora_B.{adapter}.weight")
-        variant: Any = getattr(part, "lora_variant", None) or {}
-        if getattr(weight, "ndim", 0) != 2 or adapter in variant or getattr(part, "merged", False):
+        variant: Any = getattr(child, "lora_variant", None) or {}
+        if getattr(weight, "ndim", 0) != 2 or adapter in variant or getattr(child, "merged", False):
             plain = False
             continue
         if names[0] not in leaf_of:  # of a parametrization, which computes it
             plain = False
             continue
         base, down, up = (leaf_of[name].name for name in names)
-        scaling: Any = part.scaling
-        transposed = bool(getattr(part, "fan_in_fan_out", False))
+        scaling: Any = child.scaling
+        transposed = bool(getattr(child, "fan_in_fan_out", False))
         found[down] = Target(base, down, up, float(scaling[adapter]), transposed)
     return tuple(found.values()), plain
 
@@ -153,9 +153,9 @@ def _shaped(module: torch.nn.Module, adapter: str) -> tuple[str, ...]:
     """The layers of an adapter that do not multiply by their weight, and add their bias."""
     known: dict[Any, bool] = {}
     found = []
-    for path, part in module.named_modules():
-        base: Any = getattr(part, "base_layer", None)
-        if not isinstance(base, torch.nn.Linear) or adapter not in getattr(part, "lora_A", ()):
+    for path, child in module.named_modules():
+        base: Any = getattr(child, "base_layer", None)
+        if not isinstance(base, torch.nn.Linear) or adapter not in getattr(child, "lora_A", ()):
             continue
         kind = type(base), base.in_features, base.out_features
         if kind not in known:

@@ -1,4 +1,4 @@
-"""Initial values of a conversion: read where they lie, when and piece by piece as they are needed.
+"""Initial values of a conversion: read where they lie, when and slice by slice as they are needed.
 
 A module of 70B parameters fits into a host once, not twice. So a conversion keeps its tensors, not
 copies of them, and `fz.init` reads from them what each device keeps. Of a tensor on the `meta`
@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 
 class TensorValue(LazyArray):
-    """A tensor of a module, read where it is: on any device, a piece at a time.
+    """A tensor of a module, read where it is: on any device, a slice at a time.
 
     Args:
         name: its name, for messages.
@@ -92,8 +92,8 @@ class Widened(LazyArray):
     def read(self, index: Index) -> np.ndarray[Any, Any]:
         """As for every `LazyArray`."""
         lazy = isinstance(self.value, LazyArray)
-        piece = self.value.read(index) if lazy else np.asarray(self.value[index])
-        return piece.astype(np.float32)
+        own = self.value.read(index) if lazy else np.asarray(self.value[index])
+        return own.astype(np.float32)
 
 
 def absent_text(leaves: list[Leaf]) -> str:
@@ -223,11 +223,11 @@ def recomputed_buffers(module: torch.nn.Module, wanted: set[str]) -> dict[str, t
         wanted: names of buffers.
     """
     found: dict[str, torch.Tensor] = {}
-    for path, part, initialise in _parts(module, "", None):
-        names = {n: f"{path}.{n}" if path else n for n in part._buffers}
+    for path, child, initialise in _submodules(module, "", None):
+        names = {n: f"{path}.{n}" if path else n for n in child._buffers}
         if initialise is None or wanted.isdisjoint(names.values()):
             continue
-        first, second = (_initialised(part, initialise, fill) for fill in (0, 1))
+        first, second = (_initialised(child, initialise, fill) for fill in (0, 1))
         for name, full in names.items():
             same = name in first and name in second and torch.equal(first[name], second[name])
             if full in wanted and same:
@@ -238,7 +238,7 @@ def recomputed_buffers(module: torch.nn.Module, wanted: set[str]) -> dict[str, t
 Initialise = Callable[[torch.nn.Module], Any]
 
 
-def _parts(
+def _submodules(
     module: torch.nn.Module, path: str, outer: Initialise | None
 ) -> Iterator[tuple[str, torch.nn.Module, Initialise | None]]:
     """Every submodule with the `_init_weights` of the model that it belongs to."""
@@ -246,22 +246,22 @@ def _parts(
     initialise = own if callable(own) and hasattr(module, "init_weights") else outer
     yield path, module, initialise
     for name, child in module.named_children():
-        yield from _parts(child, f"{path}.{name}" if path else name, initialise)
+        yield from _submodules(child, f"{path}.{name}" if path else name, initialise)
 
 
 def _initialised(
-    part: torch.nn.Module, initialise: Initialise, fill: int
+    child: torch.nn.Module, initialise: Initialise, fill: int
 ) -> dict[str, torch.Tensor]:
     """A submodule's own buffers after its initialisation; empty if that failed."""
     memo: dict[int, Any] = {}
-    for tensor in (*part.parameters(), *part.buffers()):
+    for tensor in (*child.parameters(), *child.buffers()):
         memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    for buffer in part._buffers.values():
+    for buffer in child._buffers.values():
         if buffer is not None:
             memo[id(buffer)] = torch.full_like(buffer, fill, device="cpu")
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
-            made = copy.deepcopy(part, memo)
+            made = copy.deepcopy(child, memo)
             initialise(made)
     except Exception:  # whatever a library's own code raises: the buffer is refused by name then
         return {}
@@ -288,8 +288,8 @@ def _sample(tensor: torch.Tensor) -> int:
         return 0
     found = tensor
     if tensor.numel() > _SAMPLED:
-        places = torch.arange(0, tensor.numel(), tensor.numel() // _SAMPLED, device=tensor.device)
-        found = tensor[torch.unravel_index(places, tensor.shape)]
+        indices = torch.arange(0, tensor.numel(), tensor.numel() // _SAMPLED, device=tensor.device)
+        found = tensor[torch.unravel_index(indices, tensor.shape)]
     return zlib.crc32(to_numpy(found).tobytes())
 
 

@@ -23,7 +23,7 @@ Fetch = Callable[[Index], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor(LazyArray):
-    """A tensor that is read piece by piece.
+    """A tensor that is read slice by slice.
 
     Args:
         name: its name, for messages.
@@ -53,7 +53,7 @@ class LazyTensor(LazyArray):
         return num_bytes(self.shape, self.torch_dtype)
 
     def tensor(self, index: Index | None = None) -> torch.Tensor:
-        """The tensor, or a piece of it, on the CPU; it may be backed by the file (read only).
+        """The tensor, or a slice of it, on the CPU; it may be backed by the file (read only).
 
         Raises:
             CheckpointError: the file cannot be read, or holds something else than it says.
@@ -76,7 +76,7 @@ class LazyTensor(LazyArray):
         return found
 
     def read(self, index: Index) -> np.ndarray[Any, Any]:
-        """A piece as a host array of its own, in the dtype that JAX holds."""
+        """A slice as a host array of its own, in the dtype that JAX holds."""
         try:
             return to_host(self.tensor(index))
         except (OverflowError, TypeError) as error:
@@ -118,8 +118,8 @@ def in_memory(name: str, tensor: torch.Tensor, file: str = "") -> LazyTensor:
     return LazyTensor(name, plain.dtype, tuple(plain.shape), lambda i: plain[i], file)
 
 
-def flat_piece(
-    name: str, shape: Sequence[int], parts: Sequence[torch.Tensor], file: str
+def from_flat(
+    name: str, shape: Sequence[int], flats: Sequence[torch.Tensor], file: str
 ) -> LazyTensor:
     """A tensor whose elements, in row-major order, are those of flat tensors one after the other.
 
@@ -127,31 +127,31 @@ def flat_piece(
         CheckpointError: they are more or fewer, or of different dtypes.
     """
     shape, total = tuple(shape), math.prod(shape)
-    dtypes = {part.dtype for part in parts} or {torch.float32}
-    if sum(part.numel() for part in parts) != total or len(dtypes) != 1:
+    dtypes = {one.dtype for one in flats} or {torch.float32}
+    if sum(one.numel() for one in flats) != total or len(dtypes) != 1:
         raise CheckpointError(
             f"{file}: `{name}` has {total} elements; the file has"
-            f" {[f'{part.numel()} {part.dtype}' for part in parts]}"
+            f" {[f'{one.numel()} {one.dtype}' for one in flats]}"
         )
 
     def fetch(index: Index) -> torch.Tensor:
         # Rows of the first dim are one range of elements; what is cut further is cut afterwards.
         rows = index[0] if shape else slice(0, 1)
         width = total // shape[0] if shape and shape[0] else total
-        taken = take(parts, rows.start * width, (rows.stop - rows.start) * width)
-        flat = taken[0] if len(taken) == 1 else torch.cat([parts[0][:0], *taken])
+        taken = take(flats, rows.start * width, (rows.stop - rows.start) * width)
+        flat = taken[0] if len(taken) == 1 else torch.cat([flats[0][:0], *taken])
         if not shape:
             return flat.reshape(())
         return flat.reshape(rows.stop - rows.start, *shape[1:])[(slice(None), *index[1:])]
 
-    return LazyTensor(name, dtypes.pop(), shape, fetch if parts else _empty(shape), file)
+    return LazyTensor(name, dtypes.pop(), shape, fetch if flats else _empty(shape), file)
 
 
 def _empty(shape: tuple[int, ...]) -> Fetch:
     return lambda index: torch.empty(shape)[index]
 
 
-def take(parts: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Tensor]:
+def take(flats: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Tensor]:
     """A range of the elements of flat tensors that are thought of as laid end to end.
 
     Example:
@@ -159,11 +159,11 @@ def take(parts: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Te
         [tensor([3]), tensor([4, 5, 6])]
     """
     found, first = [], 0
-    for part in parts:
-        low, high = max(start, first), min(start + count, first + part.numel())
+    for flat in flats:
+        low, high = max(start, first), min(start + count, first + flat.numel())
         if low < high:
-            found.append(part[low - first : high - first])
-        first += part.numel()
+            found.append(flat[low - first : high - first])
+        first += flat.numel()
     return found
 
 

@@ -148,28 +148,28 @@ def _that_read_otherwise(module: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) -> dict[str, Leaf]:
-    """Which leaf of a module each tensor of a part of it is.
+def find_leaves(module: torch.nn.Module, layout: Layout, child: torch.nn.Module) -> dict[str, Leaf]:
+    """Which leaf of a module each tensor of a child of it is.
 
     Args:
         module: the module that `layout` was read off.
         layout: its leaves.
-        part: a module that has tensors of it, under names of its own.
+        child: a module that has tensors of it, under names of its own.
 
     Returns:
-        A leaf for every tensor name of `part`.
+        A leaf for every tensor name of `child`.
 
     Raises:
-        ConversionError: `part` has a tensor that `module` does not have.
+        ConversionError: `child` has a tensor that `module` does not have.
     """
     leaf_of = layout.leaf_of()
     by_memory = {identity(t): leaf_of[name] for name, t in named_tensors(module).items()}
     found: dict[str, Leaf] = {}
-    for name, tensor in named_tensors(part).items():
+    for name, tensor in named_tensors(child).items():
         leaf = by_memory.get(identity(tensor))
         if leaf is None:
             raise ConversionError(
-                f"`{name}` of a {type(part).__name__} is no tensor of the {type(module).__name__} "
+                f"`{name}` of a {type(child).__name__} is no tensor of the {type(module).__name__} "
                 "that it should be a part of; pass the module that holds it"
             )
         found[name] = leaf

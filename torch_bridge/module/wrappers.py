@@ -47,13 +47,13 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
     Raises:
         ConversionError: sharded (FSDP) or quantised tensors, or compiled submodules, by name.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, torch._dynamo.OptimizedModule):
+    for path, child in module.named_modules():
+        if isinstance(child, torch._dynamo.OptimizedModule):
             raise ConversionError(
                 f"submodule `{path}` is compiled by torch.compile, which fixes names and sizes;"
                 " convert the module before it is compiled, or put `_orig_mod` of it back"
             )
-        if type(part).__name__ == "FullyShardedDataParallel":
+        if type(child).__name__ == "FullyShardedDataParallel":
             raise ConversionError(_sharded(f"submodule `{path or '(root)'}`"))
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:

@@ -110,34 +110,34 @@ def _sgd(group: Group) -> optax.GradientTransformation:
     if not isinstance(momentum, Rates) and momentum == 0:
         return _decayed(group)
     dampening = _number(group["dampening"])
-    parts = []
+    blocks = []
     if dampening:
         # The first gradient starts the trace undamped.
-        parts.append(
+        blocks.append(
             optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))
         )
     rest = {"nesterov": bool(group["nesterov"]), "accumulator_dtype": None}
-    return _decayed(group, *parts, _cycled(optax.trace, "decay", momentum, rest))
+    return _decayed(group, *blocks, _cycled(optax.trace, "decay", momentum, rest))
 
 
 def _adagrad(group: Group) -> optax.GradientTransformation:
-    parts = [scale_by_adagrad(_number(group["initial_accumulator_value"]), _number(group["eps"]))]
+    blocks = [scale_by_adagrad(_number(group["initial_accumulator_value"]), _number(group["eps"]))]
     slower = _number(group["lr_decay"])
     if slower:
-        parts.append(
+        blocks.append(
             optax.scale_by_schedule(lambda count: 1.0 / (1.0 + slower * count.astype(jnp.float32)))
         )
-    return _decayed(group, *parts)
+    return _decayed(group, *blocks)
 
 
 def _rmsprop(group: Group) -> optax.GradientTransformation:
     scale = optax.scale_by_stddev if group["centered"] else optax.scale_by_rms
     decay, eps = _number(group["alpha"]), _number(group["eps"])
-    parts = [scale(decay=decay, eps=eps, eps_in_sqrt=False)]
+    blocks = [scale(decay=decay, eps=eps, eps_in_sqrt=False)]
     momentum = group["momentum"]
     if isinstance(momentum, Rates) or momentum > 0:
-        parts.append(_cycled(optax.trace, "decay", momentum, {"accumulator_dtype": None}))
-    return _decayed(group, *parts)
+        blocks.append(_cycled(optax.trace, "decay", momentum, {"accumulator_dtype": None}))
+    return _decayed(group, *blocks)
 
 
 def _adadelta(group: Group) -> optax.GradientTransformation:
@@ -179,14 +179,14 @@ def _muon(group: Group) -> optax.GradientTransformation:
     return _decayed({**group, "decoupled_weight_decay": True}, scale)
 
 
-def _decayed(group: Group, *parts: optax.GradientTransformation) -> optax.GradientTransformation:
+def _decayed(group: Group, *blocks: optax.GradientTransformation) -> optax.GradientTransformation:
     """A rule with what all have in common: the sign, weight decay and the learning rate."""
     decay = _number(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay", False))
     chain = [optax.scale(-1.0)] if group.get("maximize") else []
     if decay and not decoupled:
         chain.append(optax.add_decayed_weights(decay))
-    chain.extend(parts)
+    chain.extend(blocks)
     if decay and decoupled:
         chain.append(optax.add_decayed_weights(decay))
     return optax.chain(*chain, _scale_by_rate(group["lr"]))

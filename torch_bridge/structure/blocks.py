@@ -202,7 +202,7 @@ def _find_loops(
 
 
 def _inside(path: str, stack: BlockStack) -> bool:
-    blocks = (stack.block(k, place) for k in range(stack.num) for place in range(stack.period))
+    blocks = (stack.block(k, offset) for k in range(stack.num) for offset in range(stack.period))
     return any(path.startswith(block + ".") for block in blocks)
 
 

@@ -184,7 +184,7 @@ class Chain:
         mode, rolled, _ = found.call
         assert rolled is not None
         if mode is not self.graphs.modes[train]:
-            self._check_places(mode, rolled)
+            self._check_leaves(mode, rolled)
         return found
 
     def shapes(
@@ -202,7 +202,7 @@ class Chain:
         found = jax.eval_shape(inputs, batch)
         return (*graphs[0], found)
 
-    def _check_places(self, mode: Mode, rolled: LoopedGraph) -> None:
+    def _check_leaves(self, mode: Mode, rolled: LoopedGraph) -> None:
         """Whether a graph for other sizes finds its leaves where the example's graphs have them."""
         for name in sorted({*mode.params.values(), *mode.buffers.values()}):
             for index in sorted(_readers_in(mode, rolled, name)):
@@ -216,48 +216,48 @@ class Chain:
                     )
 
     def handed_on(self, mode: Mode, rolled: LoopedGraph, index: int) -> tuple[str, ...]:
-        """What part `index` hands to the loop after it, and past it to later parts."""
-        loop = rolled.parts[index + 1]
+        """What member `index` hands to the loop after it, and past it to later members."""
+        loop = rolled.members[index + 1]
         assert isinstance(loop, Loop)
         later = self.links[index + 2 :]
         new = [value for name, value in rolled.updates.items() if self.owner[name] in later]
         wanted = set(refs((rolled.outputs, new)))
-        for part in reversed(rolled.parts[index + 2 :]):
-            wanted -= set(part.gives())
-            wanted |= set(part.reads)
+        for member in reversed(rolled.members[index + 2 :]):
+            wanted -= set(member.gives())
+            wanted |= set(member.reads)
         inputs = {i.placeholder for i in mode.inputs if isinstance(i, TensorInput)}
-        # Parts have these themselves.
+        # Members have these themselves.
         wanted -= {*inputs, *mode.params, *mode.constants, *rolled.sizes, *loop.gives()}
         wanted -= {b for b, name in mode.buffers.items() if self.owner.get(name) in later}
         return tuple(dict.fromkeys((*loop.shared, *sorted(wanted))))
 
 
 def _readers_in(mode: Mode, rolled: LoopedGraph, leaf: str) -> set[int]:
-    """The parts of a graph that read a leaf, or hand it to the loop after them."""
+    """The members of a graph that read a leaf, or hand it to the loop after them."""
     named = {p for p, name in {**mode.params, **mode.buffers}.items() if name == leaf}
-    found = {i - i % 2 for i, part in enumerate(rolled.parts) if named.intersection(part.reads)}
+    found = {i - i % 2 for i, one in enumerate(rolled.members) if named.intersection(one.reads)}
     if named.intersection(refs(rolled.outputs)):
-        found.add(len(rolled.parts) - 1)
+        found.add(len(rolled.members) - 1)
     return found
 
 
 def _writer(rolled: LoopedGraph, buffer: str) -> int:
-    """The part in which a buffer's new value exists first."""
+    """The member in which a buffer's new value exists first."""
     names = set(refs(rolled.updates[buffer]))
-    for index, part in enumerate(rolled.parts):
-        if names.intersection(part.gives()):
+    for index, member in enumerate(rolled.members):
+        if names.intersection(member.gives()):
             return index + index % 2
     return 0
 
 
 def _link_names(rolled: LoopedGraph) -> tuple[str, ...]:
-    stacks = [part.stack.name for part in rolled.parts if isinstance(part, Loop)]
+    stacks = [member.stack.name for member in rolled.members if isinstance(member, Loop)]
     names: list[str] = []
-    for index, part in enumerate(rolled.parts):
-        if isinstance(part, Loop):
-            names.append(part.stack.name)
+    for index, member in enumerate(rolled.members):
+        if isinstance(member, Loop):
+            names.append(member.stack.name)
             continue
-        own = "start" if index == 0 else "end" if index + 1 == len(rolled.parts) else "between"
+        own = "start" if index == 0 else "end" if index + 1 == len(rolled.members) else "between"
         own += f"_{index // 2}" if own == "between" and len(stacks) > 2 else ""
         while own in stacks:
             own += "_"
@@ -276,8 +276,8 @@ def _layer(chain: Chain, index: int, find: FindCall) -> Layer:
         found = chain.call(find, ctx.batch, ctx.train, computed)
         mode, rolled, env = found.call
         assert rolled is not None
-        part = rolled.parts[index]
-        assert isinstance(part, Straight)
+        member = rolled.members[index]
+        assert isinstance(member, Straight)
         state = ctx.buffers if buffers else {}
         env.update(rolled.known_sizes(mode.sizes(env)))
         env.update(mode.constants)
@@ -290,17 +290,17 @@ def _layer(chain: Chain, index: int, find: FindCall) -> Layer:
             if leaf in state:
                 env[placeholder] = as_leaf(state[leaf], False, mode.buffer_dtypes.get(leaf))
         if index:
-            before = rolled.parts[index - 1]
+            before = rolled.members[index - 1]
             assert isinstance(before, Loop)
             env.update(x["shared"])
-            env.update({given: x["carry"][place] for given, place in before.ends.items()})
-        _evaluated(part, rolled, found.logits if last else (), env, ctx.rng)
+            env.update({given: x["carry"][position] for given, position in before.ends.items()})
+        _evaluated(member, rolled, found.logits if last else (), env, ctx.rng)
         written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
         new = {**state, **in_own_dtypes(fill(written, env), state)}
         if last:
             out = found.finish(fill(list(rolled.outputs), env))
         else:
-            loop = rolled.parts[index + 1]
+            loop = rolled.members[index + 1]
             assert isinstance(loop, Loop)
             shared = {given: env[given] for given in chain.handed_on(mode, rolled, index)}
             if computed is not None:
@@ -317,18 +317,18 @@ def _layer(chain: Chain, index: int, find: FindCall) -> Layer:
 
 
 def _evaluated(
-    part: Straight, rolled: LoopedGraph, logits: Collection[int], env: dict[str, Any], rng: Any
+    member: Straight, rolled: LoopedGraph, logits: Collection[int], env: dict[str, Any], rng: Any
 ) -> None:
-    """Adds what a part computes to `env`; for logits that only a loss reads, their `Head`."""
+    """Adds what a member computes to `env`; for logits that only a loss reads, their `Head`."""
     every = [*rolled.outputs, *rolled.updates.values()]
     found = {
-        rolled.outputs[place].name: head
-        for place in logits
-        if (head := find_head(part.ops, rolled.outputs[place], every)) is not None
+        rolled.outputs[number].name: head
+        for number in logits
+        if (head := find_head(member.ops, rolled.outputs[number], every)) is not None
     }
     skipped = frozenset().union(*(head.skipped for head in found.values()))
-    later = tuple(op for op in part.ops if op.name in skipped)
-    evaluate(tuple(op for op in part.ops if op.name not in skipped), env, rng)
+    later = tuple(op for op in member.ops if op.name in skipped)
+    evaluate(tuple(op for op in member.ops if op.name not in skipped), env, rng)
     heads = {name: head.head(env) for name, head in found.items()}
     if None in heads.values():
         evaluate(later, env, rng)
@@ -345,7 +345,7 @@ def _stack(chain: Chain, index: int, find: FindCall) -> Stack:
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         computed = chain.told(x, ctx)
         mode, rolled, shapes = chain.shapes(find, ctx.batch, ctx.train, computed)
-        loop = rolled.parts[index]
+        loop = rolled.members[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
         read_as = frozen_dtypes(chain.names.of_entries(mode.param_dtypes), chain.frozen)
@@ -363,7 +363,7 @@ def _stack(chain: Chain, index: int, find: FindCall) -> Stack:
             out["number"] = number + 1
         return (out, {**state, **in_own_dtypes(new, state)}) if stateful else out
 
-    loop = chain.graphs.first.parts[index]
+    loop = chain.graphs.first.members[index]
     assert isinstance(loop, Loop)
     same = {leaf: chain.same[leaf] for leaf in buffers if leaf in chain.same}
     return Stack(

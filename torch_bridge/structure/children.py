@@ -181,7 +181,7 @@ class Children:
             frozenset(op.name for layer in ops for op in layer),
             body,
             tuple((form.outside[slot], body[op].name) for slot, op in carry),
-            {ops[-1][op].name: place for place, (_, op) in enumerate(carry)},
+            {ops[-1][op].name: at for at, (_, op) in enumerate(carry)},
             tuple(v for v, wire in zip(form.outside, wires, strict=True) if isinstance(wire, str)),
             {value: stacked[leaf] for value, leaf in leaf_of.items() if leaf in stacked},
             {stacked[k]: new.name for k, new in self.trace.updates.items() if k in stacked},
@@ -198,10 +198,10 @@ class Children:
         for same in zip(*(form.scalars for form in forms), strict=True):
             (number, _), numbers = same[0], [value for _, value in same]
             if len(set(numbers)) > 1:
-                op, place = body[number], SCALARS[body[number].operator]
+                op, at = body[number], SCALARS[body[number].operator]
                 name = f"{op.name}.number"
                 scanned[name] = np.asarray(numbers, canonical(np.float64))
-                args = (*op.args[:place], Ref(name), *op.args[place + 1 :])
+                args = (*op.args[:at], Ref(name), *op.args[at + 1 :])
                 body[number] = replace(op, args=args)
         for names in zip(*(form.outside for form in forms), strict=True):
             if names[0] in self.trace.constants:
@@ -221,7 +221,7 @@ class Children:
     def _owned(self, numbers: tuple[int, ...]) -> tuple[dict[str, Leaf], str]:
         """The leaves of some blocks by role; or what keeps them from being stacked."""
         found: dict[str, Leaf] = {}
-        for place, number in enumerate(numbers):
+        for at, number in enumerate(numbers):
             prefix = join(self.path, number) + "."
             for leaf in self.layout.leaves:
                 inside = [name for name in leaf.names if name.startswith(prefix)]
@@ -230,7 +230,7 @@ class Children:
                     return {}, f"`{inside[0]}` is tied to `{other}`"
                 if inside:
                     roles = [name.removeprefix(prefix) for name in leaf.names]
-                    found[f"{place}:{'='.join(roles)}"] = leaf
+                    found[f"{at}:{'='.join(roles)}"] = leaf
         return found, ""
 
 

@@ -126,7 +126,7 @@ def read_parallel(
     }
     divided: list[Divided] = []
     whole: list[Whole] = []
-    inside = names.place_of()
+    inside = names.row_of()
     alone = {name: [one] for name, one in decided.items() if name not in inside}
     stacked = {
         one.name: [decided[leaf.name] for leaf in one.leaves]
@@ -251,8 +251,8 @@ def _told(module: torch.nn.Module) -> dict[str, str]:
     """transformers' plans of a module and those inside it: the style of each module they name."""
     found: dict[str, str] = {}
     paths = [name for name, _ in [*module.named_modules(), *module.named_parameters()]]
-    for path, part in module.named_modules():
-        plan: Any = getattr(part, "_tp_plan", None)
+    for path, child in module.named_modules():
+        plan: Any = getattr(child, "_tp_plan", None)
         if not isinstance(plan, Mapping) or not plan:
             continue
         prefix = f"{path}." if path else ""

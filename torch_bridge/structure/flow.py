@@ -26,8 +26,8 @@ class Along:
 
     Attributes:
         dim: which.
-        parts: how many pieces it may be divided into: heads, or features.
-        sources: weights whose features these are, or pieces of some that are cut.
+        parts: how many parts it may be divided into: heads, or features.
+        sources: weights whose features these are, or slices of some that are cut.
         heads: whether features have been taken apart into heads.
     """
 
@@ -67,7 +67,7 @@ class Cut:
 
 
 class Stop(Exception):
-    """Divided features cannot go on; `cut`: they could be gathered here, and are cut in pieces."""
+    """Divided features cannot go on; `cut`: they could be gathered here, and are sliced."""
 
     def __init__(self, sources: frozenset[str], why: str, cut: bool = False) -> None:
         super().__init__(why)

@@ -64,25 +64,25 @@ def _elementwise(walk: Walk, node: Node) -> Any:
         only = walk.of(given[0]) if len(given) == 1 else None
         return only if isinstance(only, Weight) else None
     ndim = len(sizes(node))
-    places = {tag.dim - len(sizes(x)) for x, tag in tags.items()}
+    from_ends = {tag.dim - len(sizes(x)) for x, tag in tags.items()}
     sources = frozenset[str]().union(*(tag.sources for tag in tags.values()))
-    if len(places) > 1:
+    if len(from_ends) > 1:
         raise Stop(sources, f"{kind_of(node)} joins other features with its")
-    (place,) = places
+    (from_end,) = from_ends
     heads = all(tag.heads for tag in tags.values())
     parts = max(tag.parts for tag in tags.values())
     for x in given:
-        full = len(sizes(x)) >= -place and sizes(x)[place] > 1
+        full = len(sizes(x)) >= -from_end and sizes(x)[from_end] > 1
         own = walk.of(x)
         if x in tags or not full:
             continue
-        if isinstance(own, Weight) and own.dims[place] is not None:
-            dim = own.dims[place]
+        if isinstance(own, Weight) and own.dims[from_end] is not None:
+            dim = own.dims[from_end]
             assert dim is not None
             walk.found.cut(own.leaf, Cut(dim, parts, "with what it scales or shifts", sources))
-        elif not (heads and place < -1):
+        elif not (heads and from_end < -1):
             raise Stop(sources, f"{kind_of(node)} joins it with features that are not divided")
-    return Along(ndim + place, parts, sources, heads)
+    return Along(ndim + from_end, parts, sources, heads)
 
 
 def _same(walk: Walk, node: Node) -> Any:
@@ -140,7 +140,7 @@ def _expand(walk: Walk, node: Node) -> Any:
 
 
 def _taken(walk: Walk, node: Node) -> Any:
-    """`slice` and `select`: of other dims, or pieces of this one."""
+    """`slice` and `select`: of other dims, or slices of this one."""
     x: Any = node.args[0]
     if x in walk.ids:
         walk.ids.add(node)
@@ -152,12 +152,12 @@ def _taken(walk: Walk, node: Node) -> Any:
     if kind_of(node) == "slice" and sizes(node) == sizes(x):
         return tag
     if dim == tag.dim:
-        return _piece(walk, tag, node, sizes(node)[dim]) if kind_of(node) == "slice" else None
+        return _slice(walk, tag, node, sizes(node)[dim]) if kind_of(node) == "slice" else None
     return replace(tag, dim=tag.dim - int(kind_of(node) == "select" and dim < tag.dim))
 
 
-def _piece(walk: Walk, tag: Along, node: Node, size: int, number: int = 0) -> Along | None:
-    """A piece of divided features: gathered, it may be divided again, each on its own."""
+def _slice(walk: Walk, tag: Along, node: Node, size: int, number: int = 0) -> Along | None:
+    """A slice of divided features: gathered, it may be divided again, each on its own."""
     own = frozenset(s for s in tag.sources if not s.startswith("gathered "))
     if own:
         raise Stop(own, "its output is cut in pieces", cut=True)
@@ -176,7 +176,7 @@ def _split(walk: Walk, node: Node) -> Any:
     if dim != tag.dim:
         return tuple(tag for _ in values)
     shapes = [int(getattr(v.shape[dim], "node", v.shape[dim])) for v in values]
-    return tuple(_piece(walk, tag, node, size, k) for k, size in enumerate(shapes))
+    return tuple(_slice(walk, tag, node, size, k) for k, size in enumerate(shapes))
 
 
 def _joined(walk: Walk, node: Node) -> Any:
@@ -195,9 +195,9 @@ def _joined(walk: Walk, node: Node) -> Any:
     free = len(known) == len(given) or all(tag.free(len(sizes(node))) for tag in known)
     if not alike or not free or (not stacked and dim == first.dim):
         raise Stop(sources, "it is joined with other features")
-    place = first.dim + int(stacked and dim <= first.dim)
+    lies = first.dim + int(stacked and dim <= first.dim)
     heads = all(tag.heads for tag in known)
-    return Along(place, max(tag.parts for tag in known), sources, heads)
+    return Along(lies, max(tag.parts for tag in known), sources, heads)
 
 
 def _over(walk: Walk, node: Node) -> Any:
@@ -238,12 +238,12 @@ def _attention(walk: Walk, node: Node) -> Any:
     if not known:
         return None
     sources = frozenset[str]().union(*(tag.sources for tag in known))
-    place = len(sizes(node)) - 3
-    if any(tag.dim != place for tag in known):
+    heads_dim = len(sizes(node)) - 3
+    if any(tag.dim != heads_dim for tag in known):
         raise Stop(sources, "attention does not find its heads", cut=True)
     if tags[0] is None:
         raise Stop(sources, "attention's queries are not divided", cut=True)
-    return Along(place, tags[0].parts, sources, True)
+    return Along(heads_dim, tags[0].parts, sources, True)
 
 
 def _matmul(walk: Walk, node: Node) -> Any:
@@ -255,12 +255,12 @@ def _matmul(walk: Walk, node: Node) -> Any:
     if not known:
         return None
     sources = frozenset[str]().union(*(tag.sources for tag, _ in known))
-    places = {tag.dim - ndim for tag, ndim in known}
-    (place,) = places if len(places) == 1 else (0,)
+    from_ends = {tag.dim - ndim for tag, ndim in known}
+    (from_end,) = from_ends if len(from_ends) == 1 else (0,)
     heads = all(tag.heads for tag, _ in known)
-    if place >= -2 or (len(known) == 1 and not heads):
+    if from_end >= -2 or (len(known) == 1 and not heads):
         raise Stop(sources, "its output goes into a product with no weight")
-    return Along(len(sizes(node)) + place, max(tag.parts for tag, _ in known), sources, heads)
+    return Along(len(sizes(node)) + from_end, max(tag.parts for tag, _ in known), sources, heads)
 
 
 def _linear(walk: Walk, node: Node) -> Any:

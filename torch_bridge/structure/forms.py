@@ -81,10 +81,10 @@ def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf])
         return slots[name]
 
     def arguments(op: Instruction) -> Any:
-        place = SCALARS.get(op.operator, len(op.args))
-        if place < len(op.args) and isinstance(op.args[place], float):
-            scalars.append((index[op.name], op.args[place]))
-            return plain((*op.args[:place], "a number", *op.args[place + 1 :]))
+        position = SCALARS.get(op.operator, len(op.args))
+        if position < len(op.args) and isinstance(op.args[position], float):
+            scalars.append((index[op.name], op.args[position]))
+            return plain((*op.args[:position], "a number", *op.args[position + 1 :]))
         return plain(op.args)
 
     def plain(value: Any) -> Any:

@@ -24,17 +24,17 @@ class HeadSpot:
 
     Attributes:
         skipped: names of the ops that would compute them.
-        parts: input, weight and bias of the linear layer.
+        operands: input, weight and bias of the linear layer.
         soft_cap: what they are capped by.
     """
 
     skipped: frozenset[str]
-    parts: tuple[Any, Any, Any]
+    operands: tuple[Any, Any, Any]
     soft_cap: float | None
 
     def head(self, values: Mapping[str, Any]) -> Head | None:
         """What the logits are made of, if they are what a cross entropy takes."""
-        x, weight, bias = fill(list(self.parts), dict(values))
+        x, weight, bias = fill(list(self.operands), dict(values))
         plain = weight.ndim == 2 and (bias is None or bias.ndim == 1) and x.ndim >= 1
         return Head(x, weight, bias, self.soft_cap) if plain and is_float(x.dtype) else None
 
@@ -54,9 +54,9 @@ def find_head(ops: Sequence[Instruction], logits: Any, others: Sequence[Any]) ->
     readers.update(refs(list(others)))
     skipped: set[str] = set()
     cap: float | None = None
-    place, expected = logits, ""
-    while isinstance(place, Ref) and place.name in by_name and readers[place.name] == 1:
-        op = by_name[place.name]
+    value, expected = logits, ""
+    while isinstance(value, Ref) and value.name in by_name and readers[value.name] == 1:
+        op = by_name[value.name]
         skipped.add(op.name)
         operator, args = op.operator, op.args
         if operator == "aten.linear.default" and not expected and not op.kwargs:
@@ -71,7 +71,7 @@ def find_head(ops: Sequence[Instruction], logits: Any, others: Sequence[Any]) ->
             expected = ""
         else:
             return None
-        place = args[0]
+        value = args[0]
     return None
 
 

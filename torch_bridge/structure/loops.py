@@ -123,16 +123,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class LoopedGraph:
-    """One mode's graph as straight parts and loops, beginning and ending with a straight one.
+    """One mode's graph as straight members and loops, beginning and ending with a straight one.
 
     Attributes:
-        parts: in order; between two loops there is always a straight one, perhaps an empty one.
+        members: in order; between two loops there is always a straight one, perhaps an empty one.
         outputs: the module's output leaves.
         updates: buffers outside of loops that are written, by leaf name.
         sizes: for each size that an op reads, its expression.
     """
 
-    parts: tuple[Straight | Loop, ...]
+    members: tuple[Straight | Loop, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, Any]
     sizes: Mapping[str, Any]
@@ -140,7 +140,7 @@ class LoopedGraph:
     @property
     def stacks(self) -> tuple[BlockStack, ...]:
         """The blocks of its loops, in order."""
-        return tuple(part.stack for part in self.parts if isinstance(part, Loop))
+        return tuple(member.stack for member in self.members if isinstance(member, Loop))
 
     def known_sizes(self, free: Mapping[Any, int]) -> dict[str, Any]:
         """Every size that an op reads, from the free ones."""
@@ -160,30 +160,30 @@ class LoopedGraph:
         env = dict(values)
         updates: dict[str, Any] = {}
         number = 0
-        for part in self.parts:
-            if isinstance(part, Straight):
-                evaluate(part.ops, env, fold(rng, number))
+        for member in self.members:
+            if isinstance(member, Straight):
+                evaluate(member.ops, env, fold(rng, number))
             else:
-                updates |= _scan(part, env, leaves, rng, number)
-            number += part.num_layers
+                updates |= _scan(member, env, leaves, rng, number)
+            number += member.num_layers
         updates |= fill(dict(self.updates), env)
         return fill(list(self.outputs), env), updates
 
     @property
     def written(self) -> frozenset[str]:
         """Names of the buffers that get new values."""
-        loops = [part for part in self.parts if isinstance(part, Loop)]
+        loops = [member for member in self.members if isinstance(member, Loop)]
         return frozenset(self.updates).union(*(loop.updates for loop in loops))
 
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
         """The same graph with every op changed."""
-        parts = tuple(
-            replace(part, ops=tuple(map(change, part.ops)))
-            if isinstance(part, Straight)
-            else replace(part, body=tuple(map(change, part.body)))
-            for part in self.parts
+        members = tuple(
+            replace(member, ops=tuple(map(change, member.ops)))
+            if isinstance(member, Straight)
+            else replace(member, body=tuple(map(change, member.body)))
+            for member in self.members
         )
-        return replace(self, parts=parts)
+        return replace(self, members=members)
 
 
 def fold(rng: Any, number: Any) -> Any:
@@ -202,7 +202,7 @@ def _scan(loop: Loop, env: dict[str, Any], leaves: Values, rng: Any, number: int
         return loop.layer(k, carry, shared, own, env, fold(rng, number + k))
 
     carry, updates = jax.lax.scan(body, start, (stacked, jnp.arange(loop.stack.num)))
-    env.update({name: carry[place] for name, place in loop.ends.items()})
+    env.update({name: carry[position] for name, position in loop.ends.items()})
     return dict(updates)
 
 
@@ -242,34 +242,34 @@ def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
     Raises:
         NotAChain: a loop needs values that depend on itself or on a later one.
     """
-    place = _places(trace, loops)
-    parts: list[Straight | Loop] = []
+    member_of = _members(trace, loops)
+    members: list[Straight | Loop] = []
     for number in range(len(loops) + 1):
         within = loops[number].covers if number < len(loops) else frozenset()
-        ops = [s for s in trace.ops if place[s.name] == number and s.name not in within]
-        parts += [Straight(alone(ops)), *loops[number : number + 1]]
-    inside = names.place_of()
+        ops = [s for s in trace.ops if member_of[s.name] == number and s.name not in within]
+        members += [Straight(alone(ops)), *loops[number : number + 1]]
+    inside = names.row_of()
     updates = {leaf: value for leaf, value in trace.updates.items() if leaf not in inside}
     used = set(refs((trace.graph.outputs, updates)))
-    for part in parts:
-        inner = part.ops if isinstance(part, Straight) else part.body
+    for member in members:
+        inner = member.ops if isinstance(member, Straight) else member.body
         used.update(refs([(op.args, op.kwargs) for op in inner]))
     known = {name: trace.known[name].size for name in sorted(used) if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}
     for size in sizes.values():
         if not trace.free_sizes.issuperset(getattr(size, "free_symbols", ())):
             raise NotAChain(loops[-1].stack, f"the size {size} is not one of an argument")
-    return LoopedGraph(tuple(parts), trace.graph.outputs, updates, sizes)
+    return LoopedGraph(tuple(members), trace.graph.outputs, updates, sizes)
 
 
-def _places(trace: Trace, loops: Sequence[Loop]) -> dict[str, int]:
-    """Which loop computes each op, or which part: as late as its readers allow.
+def _members(trace: Trace, loops: Sequence[Loop]) -> dict[str, int]:
+    """Which loop computes each op, or which straight: as late as its readers allow.
 
     A value then travels through as few layers as possible. What becomes of a buffer is computed
     early: beside what it is made of.
     """
     loop_of = {name: number for number, loop in enumerate(loops) for name in loop.covers}
-    earliest: dict[str, int] = {}  # the first part that may read a value
+    earliest: dict[str, int] = {}  # the first member that may read a value
     for op in trace.ops:
         number = loop_of.get(op.name)
         outside = [

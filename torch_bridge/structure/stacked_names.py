@@ -47,14 +47,14 @@ class BlockStack:
         own = self.container or "blocks"
         return own if self.whole else f"{own}[{self.first}:{self.stop}]"
 
-    def block(self, layer: int, place: int) -> str:
-        """Path of a block, by its layer and its place in that."""
-        return join(self.container, self.first + layer * self.period + place)
+    def block(self, layer: int, offset: int) -> str:
+        """Path of a block, by its layer and its offset in that."""
+        return join(self.container, self.first + layer * self.period + offset)
 
-    def starred(self, place: int) -> str:
-        """The common path of the blocks at one place of all layers."""
+    def starred(self, offset: int) -> str:
+        """The common path of the blocks at one offset of all layers."""
         if self.period > 1:
-            blocks = f"[{self.first + place}:{self.stop}:{self.period}]"
+            blocks = f"[{self.first + offset}:{self.stop}:{self.period}]"
         else:
             blocks = "*" if self.whole else f"[{self.first}:{self.stop}]"
         return join(self.container, blocks)
@@ -89,12 +89,12 @@ def stacked_leaves(layout: Layout, stacks: Sequence[BlockStack]) -> tuple[Stacke
     found: list[StackedLeaf] = []
     for leaf in layout.leaves:
         for stack in stacks:
-            for place in range(stack.period):
-                prefix = stack.block(0, place) + "."
+            for offset in range(stack.period):
+                prefix = stack.block(0, offset) + "."
                 if leaf.name.startswith(prefix):
                     rest = leaf.name.removeprefix(prefix)
-                    own = [by_name[f"{stack.block(k, place)}.{rest}"] for k in range(stack.num)]
-                    found.append(StackedLeaf(f"{stack.starred(place)}.{rest}", tuple(own), stack))
+                    own = [by_name[f"{stack.block(k, offset)}.{rest}"] for k in range(stack.num)]
+                    found.append(StackedLeaf(f"{stack.starred(offset)}.{rest}", tuple(own), stack))
     return tuple(found)
 
 
@@ -127,7 +127,7 @@ class Names:
 
     stacked: tuple[StackedLeaf, ...] = ()
 
-    def place_of(self) -> dict[str, tuple[str, int]]:
+    def row_of(self) -> dict[str, tuple[str, int]]:
         """For each leaf that is kept in a stack, by name: the stacked leaf and the layer."""
         return {
             leaf.name: (one.name, layer)
@@ -143,10 +143,10 @@ class Names:
 
     def stack(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays by the module's own leaf names, as they lie in the conversion."""
-        place, starts = self.place_of(), {one.leaves[0].name: one for one in self.stacked}
+        row, starts = self.row_of(), {one.leaves[0].name: one for one in self.stacked}
         out: dict[str, Any] = {}
         for name, value in values.items():
-            if name not in place:
+            if name not in row:
                 out[name] = value
             elif name in starts:
                 rows = [values[leaf.name] for leaf in starts[name].leaves]
@@ -175,7 +175,7 @@ class Names:
 
     def frozen(self, layout: Layout) -> frozenset[str]:
         """Names of leaves, as they lie in a conversion, that no step changes."""
-        inside = self.place_of()
+        inside = self.row_of()
         alone = {leaf.name for leaf in layout.leaves if leaf.frozen and leaf.name not in inside}
         return frozenset(alone | {one.name for one in self.stacked if one.frozen})
 
@@ -195,6 +195,6 @@ def _joined(rows: list[Any]) -> Any:
     return joined
 
 
-def join(*parts: str | int) -> str:
+def join(*words: str | int) -> str:
     """A path of a module; the root's own is empty."""
-    return ".".join(str(part) for part in parts if part != "")
+    return ".".join(str(word) for word in words if word != "")

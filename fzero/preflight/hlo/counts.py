@@ -378,20 +378,20 @@ class Matmuls:
             own = _own_flops(comp, i)
             what = f"`{i.name}` ({i.target or i.opcode}): the text does not show its FLOPs"
             return Flops(0, 1, (what,)) if own is None else Flops(own, 1)
-        parts = [max(map(self.flops, i.branches), key=lambda f: f.flops, default=Flops(0, 0))]
+        each = [max(map(self.flops, i.branches), key=lambda f: f.flops, default=Flops(0, 0))]
         for name, times in self.module.runs(comp, i):
             f = self.flops(name)
             if times is not None:
-                parts.append(Flops(times * f.flops, times * f.num_matmuls, f.unknown))
+                each.append(Flops(times * f.flops, times * f.num_matmuls, f.unknown))
             elif f.num_matmuls:
-                parts.append(Flops(0, 0, (f"`{i.name}` in `{comp.name}`: loop of unknown length",)))
-        return _sum(parts)
+                each.append(Flops(0, 0, (f"`{i.name}` in `{comp.name}`: loop of unknown length",)))
+        return _sum(each)
 
 
-def _sum(parts: Iterable[Flops]) -> Flops:
-    parts = [*parts]
-    unknown = tuple(dict.fromkeys(u for f in parts for u in f.unknown))
-    return Flops(sum(f.flops for f in parts), sum(f.num_matmuls for f in parts), unknown)
+def _sum(counts: Iterable[Flops]) -> Flops:
+    counts = [*counts]
+    unknown = tuple(dict.fromkeys(u for f in counts for u in f.unknown))
+    return Flops(sum(f.flops for f in counts), sum(f.num_matmuls for f in counts), unknown)
 
 
 def _is_matmul(i: HloInstruction) -> bool:

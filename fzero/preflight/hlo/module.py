@@ -160,9 +160,9 @@ class Module:
                     current = None
             elif current is not None and (match := _INSTRUCTION.match(line)):
                 end = _closing(line, match.end() - 1)
-                parts = (line[match.end() : end], line[end + 1 :], bool(match[1]))
+                rest = (line[match.end() : end], line[end + 1 :], bool(match[1]))
                 current.index[match[2]] = len(current.instructions)
-                current.instructions.append(HloInstruction(match[2], match[3], match[4], *parts))
+                current.instructions.append(HloInstruction(match[2], match[3], match[4], *rest))
         if not self.entry:
             raise HloError("expected the text of a module (`compiled.as_text()`), found no ENTRY")
 
@@ -312,11 +312,11 @@ def _mesh_groups(axes: str, device_ids: str, over: str | None) -> Groups:
     `'y':(2)4` is the part of size 4 of axis y that has 2 major to it. Without braces: all axes.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
-    parts = re.findall(
+    named = re.findall(
         r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", over if over is not None else ""
     )
     wanted = {
-        name: (int(pre or 1), int(pre or 1) * int(size or sizes[name])) for name, pre, size in parts
+        name: (int(pre or 1), int(pre or 1) * int(size or sizes[name])) for name, pre, size in named
     } or {name: (1, n) for name, n in sizes.items()}
     dims: list[int] = []
     group_dims: dict[str, int] = {}

@@ -15,7 +15,7 @@ import torch
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError, PlacementError
-from torch_bridge.formats.across import FarLeaf
+from torch_bridge.formats.multiprocess_write import FarLeaf
 
 
 WIDTH, LAYERS = 24, 4

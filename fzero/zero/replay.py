@@ -19,7 +19,7 @@ import jax
 
 from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree
-from fzero.zero.narrow import Narrow, narrow_inputs, run_op
+from fzero.zero.float8_weights import Narrow, narrow_inputs, run_op
 
 
 def gather_at_use(

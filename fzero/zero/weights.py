@@ -11,8 +11,8 @@ import jax
 from fzero.links import Context, Layer, Stack, apply_layer, layer_params
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
-from fzero.zero.at_use import gather_at_use
-from fzero.zero.narrow import Narrow
+from fzero.zero.float8_weights import Narrow
+from fzero.zero.replay import gather_at_use
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Pullback
 

@@ -19,7 +19,7 @@ _SAME = ("bitcast", "opt-barrier", "all-gather-done", "get-tuple-element", "tupl
 # Gathers of fewer bytes (sums of squares, counters) are no weights.
 _LEAST_BYTES = 4096
 
-_Parts = dict[int, int]
+_Sizes = dict[int, int]
 """Bytes of gathered values by position in a tuple; a plain value has position 0."""
 
 
@@ -57,10 +57,10 @@ def gathered(module: Module) -> Gathered:
 class _Walk:
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._carried: dict[str, _Parts] = {}
+        self._carried: dict[str, _Sizes] = {}
         self.in_loops: list[int] = []
 
-    def peak(self, name: str, given: _Parts) -> int:
+    def peak(self, name: str, given: _Sizes) -> int:
         """Most bytes alive in a computation whose parameters (or loop variables) hold `given`."""
         comp = self.module.computations[name]
         held = self._held(comp, given)
@@ -87,7 +87,7 @@ class _Walk:
         given = {s for name in i.operands for s, _ in held.get(name, {}).values()}
         return sum(size for source, size in alive.items() if source not in given)
 
-    def _held(self, comp: Computation, given: _Parts) -> dict[str, _Values]:
+    def _held(self, comp: Computation, given: _Sizes) -> dict[str, _Values]:
         """The gathered values that each instruction's result holds, by tuple position."""
         held: dict[str, _Values] = {}
         for i in comp.instructions:
@@ -97,7 +97,7 @@ class _Walk:
         return held
 
     def _values(
-        self, comp: Computation, i: HloInstruction, held: dict[str, _Values], given: _Parts
+        self, comp: Computation, i: HloInstruction, held: dict[str, _Values], given: _Sizes
     ) -> _Values:
         kind = i.opcode
         if kind == "parameter":
@@ -122,26 +122,26 @@ class _Walk:
             source = held.get(i.operands[0], {})
             return {0: source[at]} if at in source else {}
         if kind == "while":
-            parts = self._loop(i, held)
-            return {at: ((i.name, at), size) for at, size in parts.items()}
+            carried = self._loop(i, held)
+            return {at: ((i.name, at), size) for at, size in carried.items()}
         if kind == "copy" and 0 in held.get(i.operands[0], {}):
             return {0: ((i.name, 0), held[i.operands[0]][0][1])}
         if kind in _SAME and i.operands:
             return dict(held.get(i.operands[0], {}))
         return {}
 
-    def _loop(self, i: HloInstruction, held: dict[str, _Values]) -> _Parts:
+    def _loop(self, i: HloInstruction, held: dict[str, _Values]) -> _Sizes:
         """What the variables of a loop hold: on entry, or after any trip."""
-        parts = {at: size for at, (_, size) in held.get(i.operands[0], {}).items()}
+        carried = {at: size for at, (_, size) in held.get(i.operands[0], {}).items()}
         body = self.module.computations[i.called("body")]
-        known: _Parts = {}
-        while known != parts:
-            known = dict(parts)
-            after = self._held(body, parts).get(body.root.name, {})
+        known: _Sizes = {}
+        while known != carried:
+            known = dict(carried)
+            after = self._held(body, carried).get(body.root.name, {})
             for at, (_, size) in after.items():
-                parts[at] = max(size, parts.get(at, 0))
-        self._carried[i.name] = parts
-        return parts
+                carried[at] = max(size, carried.get(at, 0))
+        self._carried[i.name] = carried
+        return carried
 
     def _inside(self, comp: Computation, i: HloInstruction, held: dict[str, _Values]) -> int:
         """Most bytes alive inside an instruction that runs others, those it is given included."""

@@ -109,8 +109,8 @@ class _Together(Turns):
         return len(self._writers)
 
     @contextlib.contextmanager
-    def turn(self, part: int = 0, parts: int = 1) -> Iterator[bool]:
-        writer = self._writers[part * self.count // parts]
+    def turn(self, index: int = 0, of: int = 1) -> Iterator[bool]:
+        writer = self._writers[index * self.count // of]
         if writer != self._me:
             self._forget()
             while (number := self.told(None)[writer]) is not None:

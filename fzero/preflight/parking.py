@@ -1,6 +1,6 @@
 """Plans that park leaves: what a step of theirs needs, from the step that keeps all on the device.
 
-A described GPU has no memory but its own, so such a step's pieces cannot be compiled for it. What
+A described GPU has no memory but its own, so such a step's programs cannot be compiled for it. What
 is compiled is the same step with everything on the device; bytes then move by the plan's
 arithmetic, and every byte that visits takes the link's rate.
 """
@@ -80,7 +80,7 @@ def parked(
 ) -> Parked:
     """What parking costs a step.
 
-    Optimizer state and masters visit during the update, piece by piece, which comes after the
+    Optimizer state and masters visit during the update, in turn, which comes after the
     gradients: their ways up and down run beside each other and beside the update's own work, which
     is short. Parameters come for every pass, and layers' inputs (`remat="offload"`) leave and come
     back in each; both hide behind its layers.
@@ -105,7 +105,7 @@ def parked(
         # A drive does one at a time.
         disk = 2 * on_disk / rates.disk_bytes_per_s
         up = down = (on_host + on_disk) / link
-        # The first piece arrives and the last one leaves beside nothing.
+        # The first bucket arrives and the last one leaves beside nothing.
         update = max(up, disk) + visiting / link
     saved = plan.microbatches * saved_bytes / link
     coming = saved
