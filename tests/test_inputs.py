@@ -211,7 +211,7 @@ def test_outputs_that_nobody_named_or_that_are_no_rows_are_refused():
     with pytest.raises(fz.PlanError, match="predict="):
         fz.predict_step(tiny.regression(), plan)
     model = fz.Sequential(MODEL.layers[:2], loss, predict=lambda p, b, batch, rng: batch["x"])
-    with pytest.raises(fz.PlanError, match=r"one function.*roll=2.*pipe=1"):
+    with pytest.raises(fz.PlanError, match=r"one function.*pipe=1"):
         fz.predict_step(model, tiny.plan(**PLANS["pipeline"]))
     with pytest.raises(fz.PlanError, match=r"predict has the links \['one'\]"):
         fz.Sequential(MODEL.layers[:2], loss, predict=MODEL.layers[:1])
