@@ -9,5 +9,6 @@
 - One format each: `safetensors_files`, `torch_files` (of which `mapped` reads slices), `dcp` and
   `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`, `peft`.
 - Adam's moments: `deepspeed_zero` and `universal` read them by parameter, `adam` maps them between
-  a torch optimizer's numbers and parameters' names.
+  a torch optimizer's numbers and parameters' names, `restore` puts them into the state
+  (`torch_bridge.moments`).
 """
