@@ -138,10 +138,10 @@ def _first(look: Look, marks: dict[int, list[int]]) -> tuple[str, list[int]] | N
         order = list(range(table.shape[1]))
     else:  # a backward pass comes to the last layers first
         chain = [piece.layer.name for piece in look.pieces]
-        place = {name: number for number, name in enumerate(chain)}
+        position = {name: number for number, name in enumerate(chain)}
         order = sorted(
             range(table.shape[1]),
-            key=lambda n: -place.get(look.leaves[n].path.split("/")[0], len(chain)),
+            key=lambda n: -position.get(look.leaves[n].path.split("/")[0], len(chain)),
         )
     for number in order:
         own = table[:, number]

@@ -276,7 +276,7 @@ class Pipeline:
         return jax.tree.map(lambda x: repeated(x, mesh), self.executor.outputs(*args))
 
     def _count(self, batch: Inputs) -> int:
-        """The largest part of the plan's microbatches that the batch divides into."""
+        """The largest divisor of the plan's microbatches that the batch divides into."""
         rows = jax.tree.leaves(batch.rows)[0].shape[0]
         group = self.blueprint.group
         return math.gcd(rows // (group.data * group.replica), self.plan.microbatches)

@@ -144,7 +144,8 @@ class PlacedUpdate:
                 args,
             )
             labels = tuple(
-                {part: self._labels(part, tree) for part, tree in values.items()} for values in args
+                {entry: self._labels(entry, tree) for entry, tree in values.items()}
+                for values in args
             )
             options = deterministic_options(self.plan, self.blueprint.mesh.devices.flat[0].platform)
             self._functions[key] = make(
@@ -155,7 +156,7 @@ class PlacedUpdate:
     def _labels(self, name: str, tree: PyTree) -> PyTree:
         """What each leaf is updated together with."""
         if name == "changed":
-            return {part: self._labels(part, own) for part, own in tree.items()}
+            return {entry: self._labels(entry, own) for entry, own in tree.items()}
         blue = self.blueprint
         known = blue.labels()
         known["params"] = known["sums"] = trained(blue.params, known["params"])
@@ -215,7 +216,7 @@ class PlacedUpdate:
 
 
 def _with_sums(name: str, tree: PyTree, sums: PyTree) -> PyTree:
-    """Values of one part's leaves; an accumulation in progress has those of its sums."""
+    """Values of the leaves under a name; an accumulation in progress has those of its sums."""
     if name != "grads" or tree is None:
         return tree
     return dataclasses.replace(tree, sums=sums)

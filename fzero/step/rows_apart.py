@@ -108,8 +108,8 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
     known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
     if key not in known:
         known[key] = True
-        parts = {"devices": devices, "microbatches": microbatches}
-        shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
+        over = {"devices": devices, "microbatches": microbatches}
+        shared = " and ".join(f"{num} {name}" for name, num in over.items() if num > 1)
         for name, problem in _problems(blue, batch, train, devices * microbatches):
             what = f"metric {name!r}" if name else "loss"
             too = "" if name else ", and so is its gradient"
@@ -121,7 +121,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
             )
 
 
-def _problems(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> list[tuple[str, str]]:
+def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[tuple[str, str]]:
     """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
     shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
@@ -139,7 +139,7 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> list[t
             continue
         op = follow.blamed[out]
         does = op.equation.primitive.name
-        if does == "div" and _count_alike(blue, train, parts, program, op):
+        if does == "div" and _count_alike(blue, train, shares, program, op):
             continue
         what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
         same = ", which is the same only where all count equally many" if does == "div" else ""
@@ -175,13 +175,13 @@ def _traced(
     return Program(closed.jaxpr, closed.consts), [keys[0] for keys in leaf_keys(given_back)]
 
 
-def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op: Op) -> bool:
-    """Whether all parts of the batch at hand are divided by the same: labels, say, that all count.
+def _count_alike(blue: Blueprint, train: bool, shares: int, program: Program, op: Op) -> bool:
+    """Whether all shares of the batch at hand are divided by the same: labels, say, that all count.
 
     Args:
         blue: the blueprint.
         train: whether the step trains.
-        parts: into how many equal parts rows are shared out.
+        shares: into how many equal ones rows are shared out.
         program: the loss.
         op: its operation that divides.
     """
@@ -189,7 +189,7 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
     if given is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(given)):
         return False
     batch = Inputs.of(given)
-    size = jax.tree.leaves(batch.rows)[0].shape[0] // parts
+    size = jax.tree.leaves(batch.rows)[0].shape[0] // shares
     traced = _traced(blue, batch, train, size, size)
     if traced is None or _names(traced[0]) != _names(program):
         return False
@@ -203,16 +203,16 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
     whole = {var: np.asarray(own[var]) for var in read & {*own}}
     with_rows = {*here.inputs[: len(jax.tree.leaves(batch.rows))]}
 
-    def of(part: int) -> float:
+    def of(share: int) -> float:
         env = dict(here.consts)
         for var, leaf in whole.items():
-            rows = slice(part * size, (part + 1) * size) if var in with_rows else ...
+            rows = slice(share * size, (share + 1) * size) if var in with_rows else ...
             env[var] = jnp.asarray(leaf[rows], var.aval.dtype)
         run_ops(ops, env)
         return float(env[divisor])
 
     with jax.ensure_compile_time_eval():
-        return len({of(part) for part in range(parts)}) == 1
+        return len({of(share) for share in range(shares)}) == 1
 
 
 def _names(program: Program) -> list[str]:
@@ -259,9 +259,9 @@ class _Follow:
         for op in program.ops:
             operands = [x for x in op.operands if isinstance(x, Var)]
             kinds = [env.get(x, Kind.FREE) for x in operands]
-            for place, result in enumerate(op.results):
+            for index, result in enumerate(op.results):
                 if op.equation is None:  # a fence: each result is an operand
-                    behind = op.operands[place]
+                    behind = op.operands[index]
                     kind = env.get(behind, Kind.FREE) if isinstance(behind, Var) else Kind.FREE
                 else:
                     kind = self._kind(op, kinds, result)

@@ -61,7 +61,7 @@ class Update:
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
         several = blue.stages is not None or bool(blue.buckets.parked)
         self.apart = (several or blue.adds_up) and blue.group.bits
-        # Whether all that an optimizer does is. (In several places it is several programs anyway.)
+        # Whether all that an optimizer does is. (On several meshes it is several programs.)
         self.all_apart = self.apart and not several
 
     def run(

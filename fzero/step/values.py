@@ -10,7 +10,7 @@ from fzero.links import Mean
 from fzero.tree import PyTree
 
 
-# Fields of a state, or parts of what a step computes for one, by name.
+# Fields of a state, or what a step computes for one, by name.
 Values = dict[str, Any]
 Metrics = dict[str, jax.Array]
 # Step count and key, which a step never gives away, so that a consumed state knows its step.

@@ -33,8 +33,8 @@ _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 @torch.library.custom_op("torch_bridge::cache_write", mutates_args=())
 def cache_write(cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """A cache `(B, K, S, E)` with new columns `(B, K, T, E)` from `start` on."""
-    place = start + torch.arange(new.shape[2], device=new.device)
-    return cache.index_copy(2, place, new)
+    columns = start + torch.arange(new.shape[2], device=new.device)
+    return cache.index_copy(2, columns, new)
 
 
 @cache_write.register_fake
@@ -202,10 +202,10 @@ def _num_layers(module: Any) -> int:
 def _following(module: torch.nn.Module, running: list[str]) -> Iterator[None]:
     """The paths of the modules that are running, outermost first, in `running`."""
     handles = []
-    for path, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda *_, path=path: running.append(path)))
+    for path, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(lambda *_, path=path: running.append(path)))
         handles.append(
-            part.register_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True)
+            child.register_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True)
         )
     try:
         yield

@@ -71,7 +71,7 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
         step: the number of columns is one of this, so that few sizes come up.
 
     Raises:
-        BatchError: names the first prompt that is none, and its place.
+        BatchError: names the first prompt that is none, and where.
     """
     if isinstance(given, Mapping):
         raise BatchError(
@@ -157,10 +157,10 @@ def _row(number: int, row: Any, vocabulary: int) -> np.ndarray[Any, Any]:
         )
     wrong = np.flatnonzero((array < 0) | (array >= vocabulary))
     if wrong.size:
-        place = int(wrong[0])
+        position = int(wrong[0])
         raise BatchError(
-            f"generate: prompt {number} has token {int(array[place])} at place {place}, but the"
-            f" vocabulary of the model is 0 to {vocabulary - 1}"
+            f"generate: prompt {number} has token {int(array[position])} at position {position},"
+            f" but the vocabulary of the model is 0 to {vocabulary - 1}"
         )
     return array.astype(np.int32)
 

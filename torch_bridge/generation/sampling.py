@@ -141,7 +141,7 @@ class Draw:
             return jnp.where(logits < top[:, -1:], -jnp.inf, logits)
         probs = jax.nn.softmax(top, -1)
         before = jnp.cumsum(probs, -1) - probs  # of all likelier ones: always 0 for the first
-        # By place: of tokens that are equally likely, as in 16 bits many are, some are left out.
+        # By index: of tokens that are equally likely, as in 16 bits many are, some are left out.
         rows = jnp.arange(len(logits))[:, None]
         none = jnp.full_like(logits, -jnp.inf)
         return none.at[rows, tokens].set(jnp.where(before < top_p, top, -jnp.inf))

@@ -63,7 +63,7 @@ class _Traced:
     Attributes:
         of: the loss and the graphs, which outlive it so.
         closed: its program, with the call of `forward` as one operation.
-        place: that operation.
+        op: that operation.
         shapes: of what it gives.
         call: the graph that it calls; its inputs are of no use.
         names: the inputs that the operation reads.
@@ -71,7 +71,7 @@ class _Traced:
 
     of: tuple[Any, Any]
     closed: Any
-    place: Any
+    op: Any
     shapes: Any
     call: Call
     names: list[str]
@@ -84,7 +84,7 @@ class LossCall:
     Attributes:
         call: the graph that runs, and its inputs: what the loss calls `forward` with.
         finish: the loss, given the module's output leaves.
-        logits: places of output leaves that nothing but a cross entropy reads: `finish` takes a
+        logits: indices of output leaves that nothing but a cross entropy reads: `finish` takes a
             `Head` in their stead.
         unread: names of parameters that only outputs read which the loss does not.
     """
@@ -153,23 +153,23 @@ def _trace(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> _
         )
     (call, names) = calls[0]
     closed = _inlined(closed)
-    place = next((e for e in closed.jaxpr.eqns if e.primitive is _forward), None)
-    if place is None:
+    op = next((e for e in closed.jaxpr.eqns if e.primitive is _forward), None)
+    if op is None:
         raise NotOneCallError(f"the loss calls forward within a loop or a condition. {_REMEDY}")
-    return _Traced((loss, graphs), closed, place, shapes, call, names)
+    return _Traced((loss, graphs), closed, op, shapes, call, names)
 
 
 def _taken_apart(traced: _Traced, leaves: Sequence[Any], graphs: Graphs, train: bool) -> LossCall:
     """A traced loss with the leaves of a batch."""
-    closed, place, call, shapes = traced.closed, traced.place, traced.call, traced.shapes
-    given = _evaluate(closed, leaves, place.invars, {})
+    closed, op, call, shapes = traced.closed, traced.op, traced.call, traced.shapes
+    given = _evaluate(closed, leaves, op.invars, {})
 
     def finish(outputs: Sequence[Any]) -> Any:
         results = [x for x, leaf in zip(outputs, call.mode.graph.outputs, strict=True)
                    if isinstance(leaf, Ref)]  # fmt: skip
         known = {
             var: x if isinstance(x, Head) else jnp.asarray(x).astype(var.aval.dtype)
-            for var, x in zip(place.outvars, results, strict=True)
+            for var, x in zip(op.outvars, results, strict=True)
         }
         out = _evaluate(closed, leaves, closed.jaxpr.outvars, known)
         result = jax.tree.unflatten(jax.tree.structure(shapes), out)
@@ -177,11 +177,11 @@ def _taken_apart(traced: _Traced, leaves: Sequence[Any], graphs: Graphs, train: 
 
     inputs = dict(zip(traced.names, given, strict=True))
     arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]
-    logits = {i for i, var in zip(arrays, place.outvars, strict=True) if _is_logits(closed, var)}
+    logits = {i for i, var in zip(arrays, op.outvars, strict=True) if _is_logits(closed, var)}
     unread: set[str] = set()
     if train and may_be_unread(call.mode):
         learns = {leaf.name for leaf in graphs.again.layout.leaves if not leaf.frozen}
-        unread = unread_parameters(call.mode, closed, place.outvars, num_values(shapes)) & learns
+        unread = unread_parameters(call.mode, closed, op.outvars, num_values(shapes)) & learns
         warn_of_unread(unread)
     given_call = call._replace(inputs={**call.inputs, **inputs})
     return LossCall(given_call, finish, frozenset(logits), frozenset(unread))

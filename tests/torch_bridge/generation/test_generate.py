@@ -249,8 +249,8 @@ def test_each_dtype_has_a_decoder_of_its_own(converted: tb.Converted) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[3], [4, 61]], r"prompt 1 has token 61 at place 1, .* 0 to 60"),
-        ([[3, -1]], r"prompt 0 has token -1 at place 1"),
+        ([[3], [4, 61]], r"prompt 1 has token 61 at position 1, .* 0 to 60"),
+        ([[3, -1]], r"prompt 0 has token -1 at position 1"),
         ([[3], []], r"prompt 1 is empty"),
         ([], r"there are no prompts"),
         ([[3], [1] * 25], r"prompt 1 has 25 tokens, and 8 are to follow, .* 32 positions"),
