@@ -12,9 +12,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support import tiny
+from support.init import lower_init
 
 import fzero as fz
-from fzero.state.init import lower_init
 
 
 TX = optax.adam(1e-2)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from fzero.compat import is_key, outside_of_meshes, switch
-from fzero.errors import PlanError, StateError, some_of, warn
+from fzero.errors import StateError, some_of, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
@@ -82,7 +82,7 @@ def init(
     with doing("init"):
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
-        fields = compiled_fields(blue, "born", _born(blue), key)(key)
+        fields = compiled_fields(blue, "born", born_fields(blue), key)(key)
         return _parked(blue, fields)
 
 
@@ -186,19 +186,8 @@ def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, P
     }
 
 
-def lower_init(model: Model, tx: optax.GradientTransformation | None, plan: Plan) -> Any:
-    """The program that `init` runs for a model whose `init` is a function, lowered.
-
-    For reading its memory before it runs. Args and Raises as for `init`.
-    """
-    blue = blueprint(model, tx, plan)
-    if blue.stages is not None:
-        raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
-    key = jax.random.key(0)
-    return compiled_fields(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]
-
-
-def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
+def born_fields(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
+    """What makes the fields of a new state of a key, for a model whose `init` is a function."""
     make = initializer(blue.model)
 
     def born(key: jax.Array) -> dict[str, Any]:

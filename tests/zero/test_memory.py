@@ -4,8 +4,8 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.state.init import lower_init
 from tests.support.gpt import Size, abstract_batch, gpt
+from tests.support.init import lower_init
 
 
 pytestmark = pytest.mark.as_users
