@@ -142,8 +142,8 @@ class PlacedFunction:
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
-        self._place_inputs(leaves, jax.tree.leaves(labels.given) or [""] * len(leaves))
-        self._place_steps()
+        self._locate_inputs(leaves, jax.tree.leaves(labels.given) or [""] * len(leaves))
+        self._locate_ops()
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
         self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
@@ -162,7 +162,7 @@ class PlacedFunction:
                 self.program.outputs[index] = own
             seen.add(var)
 
-    def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
+    def _locate_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)
         for var, leaf, label in zip(self.program.inputs, leaves, labels, strict=True):
             sharding = leaf.sharding
@@ -175,7 +175,7 @@ class PlacedFunction:
         for var in self.program.consts:
             self.where[var] = _Where(None, 0)
 
-    def _place_steps(self) -> None:
+    def _locate_ops(self) -> None:
         for op in self.program.ops:
             at = [self.where[x] for x in op.reads()]
             site = self._site_of(op)

@@ -21,7 +21,7 @@ class Value(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An action and its place in the grid."""
+    """An action and its cell of the grid."""
 
     rank: int
     cell: int
@@ -129,7 +129,7 @@ def require_run(schedule: Schedule) -> list[Placed]:
         schedule: a legal schedule.
 
     Returns:
-        Every action with its place.
+        Every action with its cell.
 
     Raises:
         ScheduleError: it cannot run to its end.

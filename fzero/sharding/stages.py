@@ -159,17 +159,17 @@ def partition(
 
 
 def balance(loads: Sequence[int], num_ranges: int) -> list[int]:
-    """Cuts a sequence such that its largest part is as small as it can be.
+    """Cuts a sequence into ranges of which the largest is as small as it can be.
 
     Among all such cuts the one with the least sum of squared loads is taken, among those the one
-    with the least sum of squared lengths, and among those the one with the longest first parts.
+    with the least sum of squared lengths, and among those the one with the longest first ranges.
 
     Args:
         loads: what each item weighs, 0 or more.
-        num_ranges: number of parts, at most one per item.
+        num_ranges: how many, at most one per item.
 
     Returns:
-        The number of items in each part, at least one.
+        The number of items in each range, at least one.
 
     Example:
         >>> balance([1, 1, 1, 5, 1, 1], 3)
@@ -184,13 +184,13 @@ def balance(loads: Sequence[int], num_ranges: int) -> list[int]:
     for number in range(num_ranges):
         found: dict[int, tuple[int, list[int]]] = {}
         for start, (cost, lengths) in best.items():
-            # Every later part needs an item of its own.
+            # Every later range needs an item of its own.
             for end in range(start + 1, count - (num_ranges - number - 1) + 1):
                 load = before[end] - before[start]
                 if load > limit:
                     break
                 total = cost + load * load * weight + (end - start) ** 2
-                # Equally good: starts ascend, so the last one found gives early parts more.
+                # Equally good: starts ascend, so the last one found gives early ranges more.
                 if end not in found or total <= found[end][0]:
                     found[end] = (total, [*lengths, end - start])
         best = found

@@ -54,8 +54,8 @@ class _StoredShard:
     """One shard in the file.
 
     Args:
-        index: the part of the array.
-        nbytes: of that part.
+        index: the slice of the array.
+        nbytes: of that slice.
         extent: where it is.
         checksums: of its chunks.
     """

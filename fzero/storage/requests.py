@@ -43,11 +43,11 @@ def checksum(data: Bytes, seed: int) -> int:
 
 
 class Shard:
-    """Bytes on their way to or from their place in a file, cut into chunks of at most `CHUNK`.
+    """Bytes on their way to or from where they lie in a file, cut into chunks of at most `CHUNK`.
 
     Args:
         file: the file.
-        extent: the place.
+        extent: where in it.
         nbytes: of the shard, without padding.
         what: says in words which leaf and shard, for errors.
         memory: gives the memory that they are in or go to, when the first chunk's turn comes.

@@ -76,9 +76,9 @@ def grain_batches(
             f"grain_batches: {len(rows)} rows in batches of {size} over {count} processes: expected"
             " some rows, and a size that the processes divide"
         )
-    own = size // count
-    part = slice(process * own, (process + 1) * own)
-    source = _NumberedBatches(rows, size, seed, part, sys.maxsize if steps is None else steps)
+    num = size // count
+    own = slice(process * num, (process + 1) * num)
+    source = _NumberedBatches(rows, size, seed, own, sys.maxsize if steps is None else steps)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
     batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
     return _of_these(batches, {"rows": len(rows), "size": int(size), "seed": int(seed)}, rows)
@@ -119,12 +119,12 @@ def _of_these(batches: Any, about: dict[str, Any], rows: Rows) -> Any:
 class _NumberedBatches:
     """Batches by their number, as grain takes them."""
 
-    def __init__(self, rows: Rows, size: int, seed: int, part: slice, steps: int) -> None:
+    def __init__(self, rows: Rows, size: int, seed: int, own: slice, steps: int) -> None:
         self._rows, self._size, self._seed = rows, size, seed
-        self._part, self._steps = part, steps
+        self._own, self._steps = own, steps
 
     def __len__(self) -> int:
         return self._steps
 
     def __getitem__(self, step: int) -> Batch:
-        return self._rows.batch(self._seed, int(step), self._size, self._part)
+        return self._rows.batch(self._seed, int(step), self._size, self._own)

@@ -79,9 +79,9 @@ class DimUses:
     """What following a graph has found.
 
     Attributes:
-        cuts: by leaf, how it is used divided, in every place.
-        stops: by source, why it is not divided, and whether its output is cut into pieces.
-        parts: by source, how many pieces all places of its features allow.
+        cuts: by leaf, how each use of it is divided.
+        stops: by source, why it is not divided, and whether its output is cut.
+        parts: by source, how many parts all uses of its features allow.
         experts: weights of a mixture's experts, and which of their dims counts these.
     """
 
