@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, EXPERT, free_axes
 from fzero.errors import PlanError
-from fzero.exchange.grouped import Grouped
+from fzero.exchange.expert_products import Grouped
 from fzero.tree import PyTree
 
 

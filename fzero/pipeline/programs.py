@@ -22,7 +22,7 @@ from fzero.batch import Inputs
 from fzero.keys import block_key
 from fzero.links import Mean, split_loss
 from fzero.processes import jit_on, send
-from fzero.programs.partitioned import checked
+from fzero.programs.partitioner_faults import checked
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained, update_dtype

@@ -2,6 +2,6 @@
 
 - `jaxprs`: a traced program as a list of ops; `halves` divides a backward pass, `sites` a function
   of arrays on different devices.
-- `digest`: a program as a number; `flops` counts its products; `partitioned`: what XLA's
+- `digest`: a program as a number; `flops` counts its products; `partitioner_faults`: what XLA's
   partitioner gets wrong; `once`: what a trace works out one time.
 """

@@ -24,7 +24,7 @@ from fzero.links import Mean
 from fzero.plan import Plan
 from fzero.processes import repeated
 from fzero.programs.once import one_trace
-from fzero.programs.partitioned import checked, checked_where_differentiated
+from fzero.programs.partitioner_faults import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.rows_apart import warn_of_rows_together

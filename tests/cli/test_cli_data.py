@@ -16,7 +16,7 @@ from torch_bridge.cli.corpus import entropy
 from torch_bridge.cli.data import IGNORED
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
-from torch_bridge.cli.tuned import RowCorpus
+from torch_bridge.cli.tuning_task import RowCorpus
 from torch_bridge.documents import rows
 from torch_bridge.documents.rows import Rows
 from torch_bridge.documents.tokens import Document

@@ -9,8 +9,8 @@ import typer
 
 from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.grouped import (
-    Grouped,
+from torch_bridge.cli.headings import (
+    CommandWithHeadings,
     of_adapters,
     of_model_and_data,
     of_validation,
@@ -92,7 +92,7 @@ TemplateOption = Annotated[
 app = command_app()
 
 
-@app.command(cls=Grouped)
+@app.command(cls=CommandWithHeadings)
 def finetune(
     context: typer.Context,
     out: OutOption,
@@ -136,7 +136,7 @@ def finetune(
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
     from torch_bridge.cli import run as runs
-    from torch_bridge.cli.tuned import Tuning
+    from torch_bridge.cli.tuning_task import Tuning
 
     assert isinstance(settings.data, RowSettings)
     raise typer.Exit(runs.train(settings, Tuning(settings.data, settings.lora)))

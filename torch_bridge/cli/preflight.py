@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.grouped import (
+from torch_bridge.cli.headings import (
     MORE_PLANS,
-    Grouped,
+    CommandWithHeadings,
     of_devices,
     of_model_and_data,
     of_more_plans,
@@ -106,7 +106,7 @@ MeasureOption = Annotated[
 app = command_app()
 
 
-@app.command(cls=Grouped)
+@app.command(cls=CommandWithHeadings)
 def preflight(
     model: ModelOption,
     topology: TopologyOption = "h200:8",

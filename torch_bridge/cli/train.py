@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.grouped import (
-    Grouped,
+from torch_bridge.cli.headings import (
+    CommandWithHeadings,
     of_validation,
 )
 from torch_bridge.cli.options import (
@@ -61,7 +61,7 @@ EvalSequencesOption = Annotated[
 app = command_app()
 
 
-@app.command(cls=Grouped)
+@app.command(cls=CommandWithHeadings)
 def train(
     context: typer.Context,
     out: OutOption,

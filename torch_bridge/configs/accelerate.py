@@ -10,8 +10,8 @@ from typing import Any
 
 import fzero as fz
 from torch_bridge.configs.deepspeed import from_deepspeed
-from torch_bridge.configs.imported import Imported
 from torch_bridge.configs.keys import Keys, read
+from torch_bridge.configs.outcome import Imported
 
 
 _START = "how processes start: fz.join finds its world, fzero launch starts one"

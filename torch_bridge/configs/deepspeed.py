@@ -9,9 +9,9 @@ from typing import Any
 import optax
 
 import fzero as fz
-from torch_bridge.configs.imported import Imported, Schedule
 from torch_bridge.configs.keys import AUTO, Keys, read
 from torch_bridge.configs.optimizers import base_rate, transformation
+from torch_bridge.configs.outcome import Imported, Schedule
 from torch_bridge.configs.schedules import BUILDERS
 from torch_bridge.configs.zero import zero_fields
 

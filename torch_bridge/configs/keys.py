@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.errors import ConversionError
-from torch_bridge.configs.imported import Note
+from torch_bridge.configs.outcome import Note
 
 
 AUTO = "auto"

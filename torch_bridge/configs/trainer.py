@@ -17,8 +17,8 @@ from fzero.errors import ConversionError
 from fzero.tree import path_name
 from torch_bridge.configs.accelerate import from_accelerate
 from torch_bridge.configs.deepspeed import from_deepspeed
-from torch_bridge.configs.imported import Imported, Note, Schedule
 from torch_bridge.configs.keys import read
+from torch_bridge.configs.outcome import Imported, Note, Schedule
 
 
 # The Trainer decays no biases and no norms, which it knows by their classes; by name these are:

@@ -3,8 +3,8 @@
 - `export` makes one graph of a module in each `mode` (of submodules: `modes`), from an `example`;
   `trace` keeps what torch knew about its values, `origins` where they come from, `shapes` which
   sizes they may have. `interpret` evaluates it by JAX; `slopes`: gradients inside a forward.
-- What torch.export cannot trace stands in another form meanwhile (`replaced`): `stand_ins`, and
-  those of `packed` sequences, `synchronized` batch norms, `state_spaces`, `causal_masks`, adapters
+- What torch.export cannot trace stands in another form meanwhile (`replacement`): `stand_ins`, and
+  those of `packed_sequences`, `synchronized_norms`, `state_spaces`, `causal_masks`, adapters
   (`adapter_stand_ins`) and mixtures of experts (`expert_stand_ins`, `older_experts`; in the
   graph: `mixtures`, `capacity`).
 - What it would lose without a word is found: `watch` and `counts` (Python's state), tensors that

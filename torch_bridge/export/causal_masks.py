@@ -19,7 +19,7 @@ import torch
 
 from fzero.errors import warn
 from torch_bridge.export.questions import TracedBranchWarning
-from torch_bridge.export.replaced import imported, replaced
+from torch_bridge.export.replacement import imported, replaced
 
 
 _MASKS = "transformers.masking_utils"

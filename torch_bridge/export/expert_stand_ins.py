@@ -18,7 +18,7 @@ import torch
 
 from fzero.errors import warn
 from torch_bridge.export.capacity import within_capacity
-from torch_bridge.export.replaced import StandIn, imported, replaced, transformers_modules
+from torch_bridge.export.replacement import StandIn, imported, replaced, transformers_modules
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from fzero.exchange.expert_products import Grouped
 from fzero.exchange.experts import experts
-from fzero.exchange.grouped import Grouped
 from torch_bridge.lower.experts import alone
 from torch_bridge.lower.refs import Ref, fill, refs
 

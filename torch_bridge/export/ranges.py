@@ -3,7 +3,7 @@
 Every whole number of 64 bits gets a range, from what is known without running the graph: arguments
 fit into 32 bits (a call refuses others), sizes are below 2**29, `arange` ends where it ends. What
 has no rule here may be any number, so a rule that is missing costs time and nothing else: a step
-whose result may not fit is computed in 64 bits (`lower/wide.py`), and so is float64.
+whose result may not fit is computed in 64 bits (`lower/wide_operators.py`), and so is float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_bridge.export.origins import source_line
 from torch_bridge.export.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.lower.symbolic import python_function
-from torch_bridge.lower.wide import Saturated, Wide
+from torch_bridge.lower.wide_operators import Saturated, Wide
 from torch_bridge.module.weights import to_numpy
 
 
@@ -41,9 +41,9 @@ INT32 = (-(2**31), 2**31 - 1)
 # A buffer that a forward writes is a counter or a statistic: far from the end of its dtype.
 _COUNTED = (-(2**30), 2**30)
 _GROWN = 2**36  # what is added to it now and then stays below
-# Operators that read places: those that exist are below 2**31.
-_PLACES = ("aten.embedding", "aten.gather", "aten.index", "aten.scatter", "aten.take",
-           "aten.one_hot", "aten.nll_loss", "aten.cross_entropy", "aten.put")  # fmt: skip
+# Operators that read indices: those that exist are below 2**31.
+_INDEXING = ("aten.embedding", "aten.gather", "aten.index", "aten.scatter", "aten.take",
+             "aten.one_hot", "aten.nll_loss", "aten.cross_entropy", "aten.put")  # fmt: skip
 _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 _WHOLE = (torch.int64, torch.uint64)
 # Operators that compute with a number beside whole numbers.
@@ -82,11 +82,11 @@ class Ranges:
             node: the node.
             fn: its lowering.
             template: its arguments as a tree, with one leaf for each value that comes.
-            where: its place, for messages.
+            where: its module and line, for messages.
         """
         if not self.computed(node):
             return fn
-        if node not in self.wide and str(node.target).startswith(_PLACES):
+        if node not in self.wide and str(node.target).startswith(_INDEXING):
             return Saturated(fn)
         dtypes = {source.name: source.meta.get("val") for source in node.all_input_nodes}
         leaves = [dtypes.get(x.name) if isinstance(x, Ref) else None for x in

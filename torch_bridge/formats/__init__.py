@@ -6,8 +6,9 @@
   several processes; `stream` gives it away tensor by tensor. `read` finds out what a path is;
   `restore` makes a state of it, under the module's names (`names_in_files`). `remote`: the same in
   object stores.
-- One format each: `safetensors_files`, `torch_files` (of which `mapped` reads slices), `dcp` and
-  `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`, `peft`.
+- One format each: `safetensors_files`, `torch_files` (`mapped_tensors` reads slices of them), `dcp`
+  and `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`,
+  `peft`.
 - Adam's moments: `deepspeed_zero` and `universal` read them by parameter, `adam` maps them between
   a torch optimizer's numbers and parameters' names, `restore` puts them into the state
   (`torch_bridge.moments`).

@@ -21,6 +21,7 @@ from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import canonical, is_float, jax_dtype
+from torch_bridge.generation.decoder import Decoder
 from torch_bridge.generation.programs import Drawn, Programs, Shape, batch_axes
 from torch_bridge.generation.prompts import (
     Limits,
@@ -31,7 +32,6 @@ from torch_bridge.generation.prompts import (
     warn_of_settings,
 )
 from torch_bridge.generation.sampling import GREEDY, Draw, Sampling, is_whole
-from torch_bridge.generation.traced import Decoder
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.chain import links_merged
 from torch_bridge.structure.stacked_names import Names

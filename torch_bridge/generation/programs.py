@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.axes import AXES
-from torch_bridge.generation.cached import Sizes
+from torch_bridge.generation.decoder import Cache, Decoder
+from torch_bridge.generation.key_value_cache import Sizes
 from torch_bridge.generation.sampling import Draw
-from torch_bridge.generation.traced import Cache, Decoder
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 - `registry`: the table; `refs`: names of values in arguments; `symbolic`: sizes and guards.
 - Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `pseudo_inverse`,
   `linear`, `reduce`, `norm`, `loss`, `composite`.
-- Places: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
+- Positions: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `kernels`), `recurrent`, `experts`, `random`,
   `quantized`, `control`.
-- What all share: `rounding` and `wide` (dtypes as PyTorch computes them), `tangents` and
-  `no_gradient` (its derivatives), `features_last` (how images are held), `undivided` (what XLA's
+- What all share: `rounding` and `wide_operators` (dtypes as PyTorch computes them), `tangents` and
+  `no_gradient` (its derivatives), `features_last` (how images are held), `whole_dims` (what XLA's
   partitioner gets wrong).
 """
 

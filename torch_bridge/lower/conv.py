@@ -14,7 +14,7 @@ from torch_bridge.dtypes import promote
 from torch_bridge.lower.features_last import Last, over, takes_last
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import product_dtype, with_bias
-from torch_bridge.lower.undivided import undivided
+from torch_bridge.lower.whole_dims import undivided
 
 
 _SPATIAL = "DHW"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.exchange.balance import balance_loss
-from fzero.exchange.grouped import Grouped, grouped_dot
+from fzero.exchange.expert_products import Grouped, grouped_dot
 from torch_bridge.dtypes import promote
 from torch_bridge.lower.registry import register_operator
 

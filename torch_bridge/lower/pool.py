@@ -15,7 +15,7 @@ import numpy as np
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.features_last import Last, features, like, over, takes_last
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.undivided import undivided
+from torch_bridge.lower.whole_dims import undivided
 
 
 def _each(values: Any, dims: int) -> tuple[int, ...]:

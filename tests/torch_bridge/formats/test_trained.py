@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
-from torch_bridge.formats import mapped
+from torch_bridge.formats import mapped_tensors
 from torch_bridge.formats.adam import groups_like
 from torch_bridge.moments import moments_of
 
@@ -430,13 +430,13 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     converted = tb.convert(module, torch.zeros(4, 16))
     save_fsdp(tmp_path / "dcp", module, torch.optim.AdamW(module.parameters()))
     read: Counter[str] = Counter()
-    copied = mapped.Mapped.copy_to
+    copied = mapped_tensors.Mapped.copy_to
 
     def counting(self: Any, out: Any, to: Any, index: Any) -> None:
         read["bytes"] += self.content[index].nbytes
         copied(self, out, to, index)
 
-    monkeypatch.setattr(mapped.Mapped, "copy_to", counting)
+    monkeypatch.setattr(mapped_tensors.Mapped, "copy_to", counting)
     state = tb.restore(tmp_path / "dcp", converted, cases.optax_adamw(), PLAN)
     want = module.state_dict()
     assert all(torch.equal(v, want[n]) for n, v in tb.state_dict(converted, state).items())
@@ -547,8 +547,11 @@ def test_any_tensor_that_torch_writes_is_read(tmp_path):
         assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
     for name, layout in (("negative", True), ("rows", False), ("rows", True)):
         torch.save(written[name], tmp_path / name, _use_new_zipfile_serialization=layout)
-        pages = mapped.map_file(tmp_path / name)
-        one, out = mapped.find_tensor(pages, 0, len(pages)), torch.empty(written[name].shape)
+        pages = mapped_tensors.map_file(tmp_path / name)
+        one, out = (
+            mapped_tensors.find_tensor(pages, 0, len(pages)),
+            torch.empty(written[name].shape),
+        )
         one.copy_to(out, (slice(None),) * 2, (slice(None),) * 2)
         assert torch.equal(out, written[name].resolve_neg()), name
 

@@ -1,4 +1,4 @@
-"""Steps in 64 bits while JAX holds 32: whole numbers that may not fit, and float64."""
+"""Operators in 64 bits while JAX holds 32: whole numbers that may not fit, and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help in groups: the model and data, training, the plan, what is written."""
+"""Headings of the help: the model and data, training, the plan, what is written."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ of_more_plans = partial(typer.Option, rich_help_panel=MORE_PLANS)
 of_results = partial(typer.Option, rich_help_panel="Results")
 
 
-class Grouped(TyperCommand):
-    """A command whose help has a heading for each group of options.
-
-    Options in no group stay under "Options".
+class CommandWithHeadings(TyperCommand):
+    """A command whose help has headings for its options; those of no other stay under "Options".
 
     Example:
         >>> import typer
         >>> from typing import Annotated
         >>> app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        >>> @app.command(cls=Grouped)
+        >>> @app.command(cls=CommandWithHeadings)
         ... def run(steps: Annotated[int, of_training(help="How many.")] = 3) -> None: ...
         >>> command = typer.main.get_command(app)
         >>> "Training:" in command.get_help(typer.Context(command))

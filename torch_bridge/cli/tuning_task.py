@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import torch_bridge as tb
-from torch_bridge.cli import models, outputs, packable
+from torch_bridge.cli import models, outputs, packing_check
 from torch_bridge.cli.corpus import Batch, entropy
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.models import LoadedModel
@@ -150,12 +150,12 @@ class Tuning:
         ids = models.example_ids(self.rows.seq)
         if self.rows.pack:
             seq = self.rows.seq
-            packable.check_packs(loaded, seq)
+            packing_check.check_packs(loaded, seq)
             made = tb.convert(
                 loaded.module,
                 input_ids=ids,
                 attention_mask=torch.zeros(
-                    (2, 1, seq, seq), dtype=packable.dtype_of(loaded.module)
+                    (2, 1, seq, seq), dtype=packing_check.dtype_of(loaded.module)
                 ),
                 position_ids=torch.arange(seq).expand(2, -1).contiguous(),
             )

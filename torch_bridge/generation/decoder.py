@@ -20,7 +20,7 @@ from torch_bridge.dtypes import jax_dtype, torch_dtype
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
 from torch_bridge.export.mode import Mode, build_mode
-from torch_bridge.generation.cached import (
+from torch_bridge.generation.key_value_cache import (
     KEYS,
     VALUES,
     Sizes,
