@@ -1,9 +1,10 @@
-"""Every edge between jax versions (0.10, and 0.11 from Python 3.12 on), and nowhere else."""
+"""Every edge between versions of jax (0.10, and 0.11 from Python 3.12 on) and of Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,6 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+
+@contextmanager
+def set_within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """A context variable's value while this is open; from Python 3.14 on its tokens do this."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from fzero.compat import set_within
 from fzero.errors import ConversionError
 from fzero.links import Mean
 from fzero.losses import CrossEntropy, as_labels, cross_entropy, linear_cross_entropy
@@ -80,14 +81,9 @@ _marking: ContextVar[bool] = ContextVar("marking", default=False)
 LOSS = core.Primitive("causal_lm_loss")
 
 
-@contextlib.contextmanager
-def marked() -> Iterator[None]:
+def marked() -> AbstractContextManager[None]:
     """Within this, `causal_lm_loss` is the operation `LOSS` of logits and labels."""
-    token = _marking.set(True)
-    try:
-        yield
-    finally:
-        _marking.reset(token)
+    return set_within(_marking, True)
 
 
 @dataclass(frozen=True)

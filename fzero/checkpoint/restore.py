@@ -73,7 +73,7 @@ def restore(
         plan: the plan wanted.
         number: which checkpoint; the newest by default.
         devices: devices to use; all by default.
-        fields: which of the state's are taken, of `FIELDS`; all by default. The others are new,
+        fields: those of the state that are taken, of `FIELDS`; all by default. The others are new,
             as `fz.init` makes them: `("params", "buffers")` starts another training, with any
             optimizer, from these weights. Averages (`ema`) that the checkpoint has not begin at its
             parameters; those that the plan has not are left out.
@@ -280,7 +280,7 @@ class _StoredState:
         return plan.replace(ema=ema) if has and ema and not plan.ema else plan
 
     def _as_written(self, path: str, kept: Kept) -> Kept:
-        """How a leaf was kept: with the padding of its own parts, whatever plan `save` was given.
+        """How a leaf was kept: with the padding of its own ways, whatever plan `save` was given.
 
         How many ways, earlier versions did not write: those of the plan.
         """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fzero.axes import AXES
+from fzero.compat import set_within
 from fzero.errors import BatchError
 from fzero.tree import PyTree, named_leaves
 
@@ -30,19 +30,14 @@ def row_axes() -> tuple[str, ...]:
 _TOLD: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("told", default=None)
 
 
-@contextlib.contextmanager
-def told_rows(own: int, every: int) -> Iterator[None]:
+def told_rows(own: int, every: int) -> AbstractContextManager[None]:
     """Outside of steps `all_rows` gives so many rows, and `own_rows`: a program shows whose it has.
 
     Args:
         own: rows of a device.
         every: those of all; more.
     """
-    token = _TOLD.set((own, every))
-    try:
-        yield
-    finally:
-        _TOLD.reset(token)
+    return set_within(_TOLD, (own, every))
 
 
 def all_rows(rows: PyTree) -> PyTree:

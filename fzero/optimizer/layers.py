@@ -7,8 +7,8 @@ parameters' structure are prefixes of that, and functions of leaves see the laye
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fzero.compat import set_within
 from fzero.tree import PyTree, key_name
 
 
@@ -120,14 +121,9 @@ def current_scope() -> Scope | None:
     return _SCOPE.get()
 
 
-@contextlib.contextmanager
-def scope_of(scope: Scope) -> Iterator[None]:
+def scope_of(scope: Scope) -> AbstractContextManager[None]:
     """Tells transformations called inside about the parameters."""
-    token = _SCOPE.set(scope)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
+    return set_within(_SCOPE, scope)
 
 
 def stack_of(path: Sequence[Any], stacks: Mapping[str, Rows]) -> str | None:

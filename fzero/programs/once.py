@@ -7,6 +7,8 @@ import contextvars
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from fzero import compat
+
 
 _KNOWN: contextvars.ContextVar[dict[Hashable, Any] | None] = contextvars.ContextVar(
     "known", default=None
@@ -16,11 +18,8 @@ _KNOWN: contextvars.ContextVar[dict[Hashable, Any] | None] = contextvars.Context
 @contextlib.contextmanager
 def one_trace() -> Iterator[None]:
     """While this is open `once` knows what it gave; another step traces anew what may differ."""
-    token = _KNOWN.set({})
-    try:
+    with compat.set_within(_KNOWN, {}):  # a new one, also where it decorates a function
         yield
-    finally:
-        _KNOWN.reset(token)
 
 
 def once(key: Hashable, make: Callable[[], Any]) -> Any:

@@ -46,7 +46,7 @@ from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
 
 BATCH_BYTES = 64 * 2**20
 
-# What users call fields of a state, and those that hold them. The first that is there counts
+# Words for what a state has, and the fields that hold it. The first field that is there counts
 # where a state may not have a copy of its own for it.
 _FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "params": (("params", "compute"),),

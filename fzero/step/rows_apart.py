@@ -10,13 +10,13 @@ batch norm, which is per device as anywhere.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import math
 import os
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 import fzero.errors
 from fzero.batch import Inputs
+from fzero.compat import set_within
 from fzero.errors import warn
 from fzero.exchange.rows import AGREED, told_rows
 from fzero.pieces import chain_loss
@@ -71,24 +72,14 @@ _LOOKED_AT: contextvars.ContextVar[bool] = contextvars.ContextVar("looked at", d
 _BATCH: contextvars.ContextVar[PyTree] = contextvars.ContextVar("batch", default=None)
 
 
-@contextlib.contextmanager
-def with_batch(batch: PyTree) -> Iterator[None]:
+def with_batch(batch: PyTree) -> AbstractContextManager[None]:
     """While this is open a step runs, and may be traced, with a batch of a user's."""
-    token = _BATCH.set(batch)
-    try:
-        yield
-    finally:
-        _BATCH.reset(token)
+    return set_within(_BATCH, batch)
 
 
-@contextlib.contextmanager
-def looked_at(done: bool) -> Iterator[None]:
+def looked_at(done: bool) -> AbstractContextManager[None]:
     """While this is open steps do not look at losses, as somebody has who knows more of them."""
-    token = _LOOKED_AT.set(done)
-    try:
-        yield
-    finally:
-        _LOOKED_AT.reset(token)
+    return set_within(_LOOKED_AT, done)
 
 
 def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
