@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, FURTHER
 from fzero.errors import PlanError, StateError
+from fzero.keys import seed_key
 from fzero.links import Context, Mean, split_loss
 from fzero.model import Model
 from fzero.precision import called_with
@@ -229,7 +230,7 @@ def _linen_init(
     def init(key: jax.Array) -> tuple[PyTree, PyTree]:
         own_args, own_kwargs = jax.tree.map(_example, (args, kwargs))
         own_kwargs = _with_flag(module.__call__, False, own_args, own_kwargs)
-        key = key if seed is None else jax.random.key(seed)
+        key = key if seed is None else seed_key(seed)
         chosen = _linen_mode(module, module.__call__, False)
         variables = unfreeze(chosen.init(key, *own_args, **own_kwargs))
         return variables.pop("params", {}), variables

@@ -23,6 +23,21 @@ import jax
 TRAIN, EVAL = 0x665A_0001, 0x665A_0002
 
 
+def seed_key(seed: int) -> jax.Array:
+    """The key of a seed of at most 64 bits: `jax.random.key` looks at the last 32 of them.
+
+    Raises:
+        ValueError: the seed has more.
+    """
+    seed = int(seed)
+    if -(2**31) <= seed < 2**32:
+        return jax.random.key(seed)
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"a seed of at most 64 bits is expected, got {seed}")
+    high, low = seed >> 32 & 0xFFFF_FFFF, seed & 0xFFFF_FFFF
+    return jax.random.fold_in(jax.random.key(low), high)
+
+
 def step_key(rng: jax.Array, step: Any, call: Any = 0) -> jax.Array:
     """The key of one batch of a training step.
 

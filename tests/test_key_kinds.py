@@ -11,6 +11,7 @@ from support.sample import some
 
 import fzero as fz
 from fzero import compat
+from fzero.keys import seed_key
 
 
 MODEL, TX = tiny.chain(2, tiny.dropped_block), optax.sgd(0.1)
@@ -59,6 +60,17 @@ def test_an_optimizer_is_given_its_key_of_another_kind():
 def test_what_is_no_key_is_refused(make):
     with pytest.raises(fz.StateError, match=r"init: rng: expected a seed .*wrap_key_data"):
         fz.init(MODEL, TX, PLAN, rng=make())
+
+
+def test_seeds_of_64_bits_differ_in_all_of_them():
+    seeds = [0, 1, -1, 2**32 - 2, 2**32, 2**32 + 1, 2**33, -(2**32), 2**63, 2**64 - 2]
+    keys = {seed: tuple(jax.random.key_data(seed_key(seed)).tolist()) for seed in seeds}
+    assert len(set(keys.values())) == len(seeds)
+    for seed in (0, 1, -1, 2**32 - 2):
+        assert jax.random.key(seed) == seed_key(seed)
+    assert fz.init(MODEL, TX, PLAN, rng=2**32 + 1).rng == seed_key(2**32 + 1)
+    with pytest.raises(fz.StateError, match=r"init: rng: a seed of at most 64 bits .* got 1844"):
+        fz.init(MODEL, TX, PLAN, rng=2**64)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

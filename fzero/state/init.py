@@ -16,6 +16,7 @@ import optax
 from fzero.compat import is_key, outside_of_meshes, switch
 from fzero.errors import StateError, some_of, warn
 from fzero.hosts.doing import doing
+from fzero.keys import seed_key
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
 from fzero.offload.stream import Parkings, StreamedFunction
@@ -108,7 +109,10 @@ def key_of(rng: int | jax.Array) -> jax.Array:
         StateError: it is neither.
     """
     if isinstance(rng, int | np.integer):
-        return jax.random.key(rng)
+        try:
+            return seed_key(rng)
+        except ValueError as error:
+            raise StateError(f"init: rng: {error}") from None
     if not isinstance(rng, jax.Array | np.ndarray):
         raise StateError(f"init: rng: expected a seed or one key of jax.random.key, got {rng!r}")
     if is_key(rng) and not rng.shape:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fzero.keys import seed_key
+
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool | complex)
@@ -85,13 +87,13 @@ class Sampling:
         if self.greedy:
             return np.zeros((rows, 0), np.uint32)
         if not np.ndim(self.seed):
-            key = jax.random.key(self.seed)  # type: ignore[arg-type]
+            key = seed_key(self.seed)  # type: ignore[arg-type]
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         else:
             seeds = np.asarray(self.seed)
             if seeds.shape != (rows,):
                 raise ValueError(f"Sampling: {len(seeds)} seeds for {rows} prompts")
-            keys = jax.vmap(jax.random.key)(seeds)
+            keys = jnp.stack([seed_key(seed) for seed in seeds.tolist()])
         return np.asarray(jax.random.key_data(keys))
 
 

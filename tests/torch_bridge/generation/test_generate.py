@@ -188,6 +188,8 @@ def test_other_seeds_and_other_prompts_draw_other_numbers(converted: tb.Converte
     same = [PROMPTS[1]] * 8
     first = tb.generate(converted, converted.params, same, NEW, sampling=SAMPLED, stop=())
     again = tb.generate(converted, converted.params, same, NEW, sampling=SAMPLED, stop=())
+    long = tb.Sampling(temperature=1.5, seed=np.array([2**32 + 1, 1, 2**40, -1]))
+    assert len({tuple(key) for key in long.keys(4).tolist()}) == 4
     other = tb.Sampling(temperature=1.5, seed=8)
     second = tb.generate(converted, converted.params, same, NEW, sampling=other, stop=())
     assert _lists(first) == _lists(again)
