@@ -166,6 +166,18 @@ def test_training_itself_has_the_same_bits(zero, precision):
     assert loss == fz.eval_step(SMALL, plan)(alike, POINTS[0])["loss"]
 
 
+def test_averages_are_read_and_moved_to_another_plan_as_they_were_kept():
+    plan = tiny.plan(zero=1, data=2, precision="bf16", ema=DECAY)
+    state = trained(plan, SMALL, TX, POINTS)
+    found = fz.eval_step(SMALL, plan, which="ema")(state, POINTS[0])["loss"]
+    alike = fz.averaged(state, SMALL, plan)
+    assert found == fz.eval_step(SMALL, plan)(alike, POINTS[0])["loss"]
+    assert found != fz.eval_step(SMALL, plan)(state, POINTS[0])["loss"]
+    other = plan.replace(zero=3)
+    tiny.same_bits(averages(fz.replan(state, SMALL, TX, plan, other), SMALL, other),
+                   averages(state, SMALL, plan))  # fmt: skip
+
+
 def test_bytes_are_a_shard_of_float32_and_counted_before():
     plan = tiny.plan(zero=1, ema=DECAY)
     where = fz.placement(plan, MODEL, TX)

@@ -124,6 +124,11 @@ def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
         tb.from_deepspeed(config)
 
 
+def test_a_loss_scale_that_is_switched_off_is_not_in_the_plan():
+    off = {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 4}}
+    assert tb.from_deepspeed(off).plan == tb.from_deepspeed({}).plan
+
+
 def test_names_of_older_files_park_parameters_and_moments_on_the_host():
     def found(**old):
         return tb.from_deepspeed({"zero_optimization": {"stage": 3, **old}}).plan

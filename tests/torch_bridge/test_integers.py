@@ -141,6 +141,26 @@ def test_numbers_beside_whole_numbers_are_torchs_or_refused(name: str) -> None:
             tb.convert(Fn(lambda x, n=large: fn(x, n)), x, train=False)(x)
 
 
+def test_running_sums_are_beyond_32_bits_on_the_way() -> None:
+    def sums(x: torch.Tensor) -> Any:
+        x, same = x.clamp(0, 2**29), torch.zeros(5, dtype=torch.int64)
+        means = x.scatter_reduce(0, same, x, "mean", include_self=False)
+        return x.cumsum(0) // 2, (means + 2**30 + 2**29 + 2**28) // 4, (x & 2**29) * 8 // 16
+
+    x = torch.full((5,), 2**29)
+    for found, expected in zip(tb.convert(Fn(sums), x, train=False)(x), sums(x), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_buffer_may_hold_the_largest_of_32_bits() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("most", torch.tensor([2**31 - 1, -(2**31)]))
+    module.forward = lambda x: module.most + x * 0
+    assert tb.convert(module, torch.tensor([1, 2]), train=False)(torch.tensor([0, 0])).tolist() == [
+        2**31 - 1, -(2**31),
+    ]  # fmt: skip
+
+
 def test_a_quotient_by_a_negative_number_may_be_negative() -> None:
     """What is computed of it afterwards is beyond 32 bits."""
     x = torch.tensor([2**30 + 5, 3])

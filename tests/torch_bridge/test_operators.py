@@ -372,6 +372,22 @@ def test_pairs_of_moments_the_smallest_values_and_edges_that_are_cut() -> None:
     check_parity(Fn(every_kind), X)
 
 
+def test_equations_of_several_matrices_and_from_the_right() -> None:
+    def every_kind(x: torch.Tensor) -> Any:
+        one = x[:, :4] + 3 * torch.eye(4)
+        several = torch.stack([one, one.T, one + torch.eye(4)])
+        lower, right = one.tril(), torch.linalg.solve_ex(one, x.T, left=False)[0]
+        return (
+            torch.linalg.solve(several, x), torch.linalg.solve(one, several), right,
+            torch.linalg.solve_triangular(lower, several[:, :, :2], upper=False),
+            torch.linalg.solve_triangular(several.tril()[:, None], x, upper=False),
+            torch.mvlgamma(x.abs() + 2, 3), x.new_ones(3, 4, dtype=torch.int8).trace(),
+            torch.linspace(0, 1, 5, dtype=torch.float16), x.nanmedian(1)[0], x.kthvalue(2, 1)[0],
+        )  # fmt: skip
+
+    check_parity(Fn(every_kind), X)
+
+
 def test_images_are_resized_by_factors_and_to_one_pixel() -> None:
     def every_kind(x: torch.Tensor) -> Any:
         return (

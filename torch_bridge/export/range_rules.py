@@ -201,9 +201,9 @@ def _scatter_add(node: torch.fx.Node, range_of: RangeOf) -> Range:
 
 def _scatter_reduce(node: torch.fx.Node, range_of: RangeOf) -> Range:
     reduce = node.args[4] if len(node.args) > 4 else node.kwargs.get("reduce")
-    if reduce in ("sum", "add"):
+    if reduce in ("sum", "add", "mean"):  # a mean is a sum on the way
         return _scatter_add(node, range_of)
-    if reduce in ("amax", "amin", "mean"):
+    if reduce in ("amax", "amin"):
         return hull(range_of(node.args[0]), range_of(node.args[3]), (0, 0))
     return ALL
 

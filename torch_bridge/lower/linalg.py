@@ -474,8 +474,7 @@ def ormqr(
 @register_operator("aten.trace.default")
 def trace(x: jax.Array) -> jax.Array:
     found = jnp.trace(x)
-    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-    return found.astype(canonical("int64")) if whole else found
+    return found.astype(canonical("int64")) if jnp.issubdtype(x.dtype, jnp.integer) else found
 
 
 @register_operator("aten.kron.default")

@@ -363,6 +363,8 @@ def test_rows_on_two_sides_of_other_rotary_frequencies_are_refused() -> None:
         for rows, new, said in (
             ([[1], longer], 8, "prompt 1 has 30 tokens.*by themselves$"),
             ([[1], short], 14, "prompt 1 has 12 tokens.*max_new_tokens=13"),
+            ([longer, [1] * 24], 2, "prompt 0 has 30 tokens"),
+            ([[1] * 24], 2, "prompt 0 has 24 tokens.*max_new_tokens=1$"),
         ):
             with pytest.raises(BatchError, match=said):
                 read_prompts(rows, new, limits, 1, 8)
