@@ -129,7 +129,7 @@ def folder_edges(package):
 
 
 @pytest.mark.parametrize("package", LAYERS)
-@pytest.mark.parametrize("parts", [2, 9], ids=["folders", "modules"])
+@pytest.mark.parametrize("parts", [2, 3, 9], ids=["folders", "folders in them", "modules"])
 def test_no_import_leads_back(package, parts):
     names = {
         tuple(".".join(end.split(".")[:parts]) for end in edge) for edge in folder_edges(package)
@@ -263,7 +263,7 @@ MANY_PARAMETERS = {
         "torch_bridge/cli/evaluate.py evaluate",
         "torch_bridge/cli/finetune.py finetune",
         "torch_bridge/cli/generate.py generate",
-        "torch_bridge/cli/loop.py fit",
+        "torch_bridge/cli/run/loop.py fit",
         "torch_bridge/cli/preflight.py preflight",
         "torch_bridge/cli/train.py train",
     ],

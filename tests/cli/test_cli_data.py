@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torch_bridge.cli import data
-from torch_bridge.cli.corpus import entropy
-from torch_bridge.cli.data import IGNORED
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import DataSettings
-from torch_bridge.cli.tuning_task import RowCorpus
+from torch_bridge.cli.flags.settings import DataSettings
+from torch_bridge.cli.run import data
+from torch_bridge.cli.run.corpus import entropy
+from torch_bridge.cli.run.data import IGNORED
+from torch_bridge.cli.run.tuning_task import RowCorpus
 from torch_bridge.documents import rows
 from torch_bridge.documents.rows import Rows
 from torch_bridge.documents.tokens import Document

@@ -17,10 +17,12 @@ from rich.console import Console
 
 import fzero as fz
 from fzero import cli
-from torch_bridge.cli import check, devices, hosts, interrupt, models, outputs, progress, resume
+from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.gauge import Gauge
-from torch_bridge.cli.settings import DataSettings, TrainSettings
+from torch_bridge.cli.figures import progress
+from torch_bridge.cli.figures.gauge import Gauge
+from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
+from torch_bridge.cli.run import check, hosts, interrupt, outputs, resume
 
 
 def refusal(here: Command, *args: object) -> str:

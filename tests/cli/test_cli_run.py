@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fzero as fz
-from torch_bridge.cli import data, verify
-from torch_bridge.cli.settings import DataSettings
+from torch_bridge.cli.flags.settings import DataSettings
+from torch_bridge.cli.run import data, verify
 
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.options import DataOption, MoreData, Precision
-from torch_bridge.cli.outputs import WEIGHTS, RunRecord
-from torch_bridge.cli.settings import (
+from torch_bridge.cli.flags.options import DataOption, MoreData, Precision
+from torch_bridge.cli.flags.settings import (
     BATCH,
     HF_PREFIX,
     SEQ,
@@ -21,6 +20,7 @@ from torch_bridge.cli.settings import (
     EvalSettings,
     resolve_sources,
 )
+from torch_bridge.cli.run.outputs import WEIGHTS, RunRecord
 
 
 app = command_app()
@@ -63,9 +63,9 @@ def evaluate(
     )
     settings.data.check()
     # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli import run
+    from torch_bridge.cli.run import compose
 
-    run.evaluate(settings)
+    compose.evaluate(settings)
 
 
 def _defaults(model: str) -> EvalSettings:

@@ -9,13 +9,13 @@ import typer
 
 from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.headings import (
+from torch_bridge.cli.flags.headings import (
     CommandWithHeadings,
     of_adapters,
     of_model_and_data,
     of_validation,
 )
-from torch_bridge.cli.options import (
+from torch_bridge.cli.flags.options import (
     BatchOption,
     ClipOption,
     DevicesOption,
@@ -36,9 +36,9 @@ from torch_bridge.cli.options import (
     TrainedModelOption,
     ZeroOption,
 )
-from torch_bridge.cli.run_flags import sections_of, settings_of
-from torch_bridge.cli.settings import BATCH, ZERO, TrainSettings
-from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.cli.flags.run_flags import sections_of, settings_of
+from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings
+from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
 
 
 SEQ = 1024
@@ -135,11 +135,11 @@ def finetune(
     settings = _settings(dict(locals()))
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli import run as runs
-    from torch_bridge.cli.tuning_task import Tuning
+    from torch_bridge.cli.run import compose
+    from torch_bridge.cli.run.tuning_task import Tuning
 
     assert isinstance(settings.data, RowSettings)
-    raise typer.Exit(runs.train(settings, Tuning(settings.data, settings.lora)))
+    raise typer.Exit(compose.train(settings, Tuning(settings.data, settings.lora)))
 
 
 def _settings(given: dict[str, Any]) -> TrainSettings:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.options import Precision
-from torch_bridge.cli.settings import GenerateSettings
+from torch_bridge.cli.flags.options import Precision
+from torch_bridge.cli.flags.settings import GenerateSettings
 
 
 app = command_app()
@@ -45,7 +45,7 @@ def generate(
     without a tokenizer is one of bytes, as `fzero train` trains it.
     """
     # torch and transformers take seconds to import.
-    from torch_bridge.cli import generate_run
+    from torch_bridge.cli.jobs import generate_run
 
     generate_run.generate(
         GenerateSettings(

@@ -18,7 +18,7 @@ import torch
 import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.cli.flags.settings import HF_PREFIX
 from torch_bridge.export.watch import untouched
 
 

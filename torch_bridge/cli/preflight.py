@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.headings import (
+from torch_bridge.cli.flags.headings import (
     MORE_PLANS,
     CommandWithHeadings,
     of_devices,
@@ -17,7 +17,7 @@ from torch_bridge.cli.headings import (
     of_plan,
     of_results,
 )
-from torch_bridge.cli.options import (
+from torch_bridge.cli.flags.options import (
     BatchOption,
     ClipOption,
     Gather,
@@ -28,8 +28,8 @@ from torch_bridge.cli.options import (
     SeqOption,
     ZeroOption,
 )
-from torch_bridge.cli.preflight_settings import PreflightSettings
-from torch_bridge.cli.settings import BATCH
+from torch_bridge.cli.flags.preflight_settings import PreflightSettings
+from torch_bridge.cli.flags.settings import BATCH
 
 
 ModelOption = Annotated[
@@ -146,6 +146,6 @@ def preflight(
     settings = PreflightSettings(**given, sweep=words)
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli import preflight_run
+    from torch_bridge.cli.jobs import preflight_run
 
     preflight_run.run(settings)

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.headings import (
+from torch_bridge.cli.flags.headings import (
     CommandWithHeadings,
     of_validation,
 )
-from torch_bridge.cli.options import (
+from torch_bridge.cli.flags.options import (
     BatchOption,
     ClipOption,
     DataOption,
@@ -37,8 +37,8 @@ from torch_bridge.cli.options import (
     TrainedModelOption,
     ZeroOption,
 )
-from torch_bridge.cli.run_flags import sections_of, settings_of
-from torch_bridge.cli.settings import (
+from torch_bridge.cli.flags.run_flags import sections_of, settings_of
+from torch_bridge.cli.flags.settings import (
     BATCH,
     EVAL_SEQUENCES,
     SEQ,
@@ -104,6 +104,8 @@ def train(
     sources = resolve_sources(*((data, more_data) if named or told is None else (told, None)))
     settings = settings_of(given, sections, DataSettings(sources, **rows))
     settings.check()
-    from torch_bridge.cli import run as runs  # torch takes seconds: after what needs none
+    # torch takes seconds to import: after what can be refused without it.
+    from torch_bridge.cli.run import compose
+    from torch_bridge.cli.run.tasks import Pretraining
 
-    raise typer.Exit(runs.pretrain(settings))
+    raise typer.Exit(compose.train(settings, Pretraining(settings.text)))

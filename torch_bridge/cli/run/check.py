@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge.cli.data import Corpus
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.run.data import Corpus
 
 
 # fp32 on both sides: four digits of a logit of size ten, and a mean of thousands of them.
@@ -34,7 +34,7 @@ def in_torch(
             validation=corpus.validation,
             labels=corpus.labels,
         )
-        # -P: without its own folder on the path, where inspect.py would hide Python's.
+        # -P: without its own folder on the path, where a neighbour could hide a module of Python's.
         command = [sys.executable, "-P", str(VERIFIER), str(directory), str(case)]
         done = subprocess.run(
             command + ([factory] if factory else []), capture_output=True, text=True

@@ -10,9 +10,9 @@ from typing import Any
 
 import fzero as fz
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.plan_file import RUN
-from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
-from torch_bridge.cli.writers import check_writers
+from torch_bridge.cli.figures.writers import check_writers
+from torch_bridge.cli.flags.plan_file import RUN
+from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
 
 
 STDLIB = "stdlib"

@@ -23,7 +23,7 @@ from fzero.preflight.tables import size
 from fzero.preflight.topology import Topology, parse
 from torch_bridge.cli import models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.preflight_settings import PreflightSettings
+from torch_bridge.cli.flags.preflight_settings import PreflightSettings
 
 
 Shapes = Callable[[int, int], Any]

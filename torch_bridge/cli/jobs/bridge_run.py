@@ -13,7 +13,7 @@ import torch
 import torch_bridge as tb
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.cli.flags.settings import HF_PREFIX
 
 
 # As `x=float32[2,3]` or `ids=int64[2,16]<100`.

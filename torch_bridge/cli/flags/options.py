@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torch_bridge.cli.headings import (
+from torch_bridge.cli.flags.headings import (
     MODEL_AND_DATA,
     of_model_and_data,
     of_plan,

@@ -21,7 +21,7 @@ from fzero.runs.files import SUMMARY as SUMMARY
 from fzero.runs.files import TIMELINE as TIMELINE
 from fzero.runs.files import TIMINGS as TIMINGS
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import DataSettings
+from torch_bridge.cli.flags.settings import DataSettings
 from torch_bridge.formats.staging import sync
 
 

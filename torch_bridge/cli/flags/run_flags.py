@@ -9,9 +9,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
-from torch_bridge.cli.settings import DataSettings, TrainSettings
-from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.cli.flags.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
+from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
+from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
 
 
 # Fields that flags have other names than.

@@ -10,7 +10,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import HF_PREFIX, GenerateSettings
+from torch_bridge.cli.flags.settings import HF_PREFIX, GenerateSettings
 from torch_bridge.documents.chat import asked, end_tokens
 from torch_bridge.generation.prompts import stop_array
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch_bridge as tb
-from torch_bridge.cli import devices, models, outputs
+from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.cli.flags.settings import HF_PREFIX
+from torch_bridge.cli.run import outputs
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.peft import is_adapter
 from torch_bridge.formats.write import write

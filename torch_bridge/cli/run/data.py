@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fzero.errors import warn
-from torch_bridge.cli.corpus import Batch, entropy
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import STDLIB, DataSettings
+from torch_bridge.cli.flags.settings import STDLIB, DataSettings
+from torch_bridge.cli.run.corpus import Batch, entropy
 from torch_bridge.documents.rows import batch_rows
 
 

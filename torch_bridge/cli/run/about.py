@@ -20,8 +20,9 @@ from fzero.pipeline import recorded
 from fzero.preflight import hlo
 from fzero.runs.files import ABOUT, TIMELINE
 from fzero.runs.trace import Copies
-from torch_bridge.cli import devices, outputs
-from torch_bridge.cli.gauge import Gauge
+from torch_bridge.cli import devices
+from torch_bridge.cli.figures.gauge import Gauge
+from torch_bridge.cli.run import outputs
 
 
 # The step whose timeline is kept: by then everything is compiled, and caches are warm.

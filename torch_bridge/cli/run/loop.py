@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fzero import CheckpointError
-from torch_bridge.cli.gauge import Gauge
-from torch_bridge.cli.hosts import Feed
-from torch_bridge.cli.interrupt import StopOnInterrupt
-from torch_bridge.cli.progress import Display
-from torch_bridge.cli.timings import Timings
-from torch_bridge.cli.writers import Writer
+from torch_bridge.cli.figures.gauge import Gauge
+from torch_bridge.cli.figures.progress import Display
+from torch_bridge.cli.figures.timings import Timings
+from torch_bridge.cli.figures.writers import Writer
+from torch_bridge.cli.run.hosts import Feed
+from torch_bridge.cli.run.interrupt import StopOnInterrupt
 
 
 TrainStep = Callable[[Any, Any], tuple[Any, dict[str, Any]]]

@@ -16,20 +16,21 @@ import optax
 import fzero as fz
 import torch_bridge as tb
 from fzero.hosts.agree import require_same
-from torch_bridge.cli import about, check, data, devices, hosts, models, outputs, plot, resume
-from torch_bridge.cli.corpus import Source
+from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.gauge import Gauge, gauge_of
-from torch_bridge.cli.interrupt import EXIT_INTERRUPTED, StopOnInterrupt
-from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
+from torch_bridge.cli.figures.gauge import Gauge, gauge_of
+from torch_bridge.cli.figures.progress import display
+from torch_bridge.cli.figures.timings import timings
+from torch_bridge.cli.figures.writers import open_writers
+from torch_bridge.cli.flags.plan_file import made_by_optax
+from torch_bridge.cli.flags.settings import EvalSettings, TrainSettings, check_batch
 from torch_bridge.cli.models import LoadedModel
-from torch_bridge.cli.plan_file import made_by_optax
-from torch_bridge.cli.progress import display
-from torch_bridge.cli.resume import Saver
-from torch_bridge.cli.settings import EvalSettings, TrainSettings, check_batch
-from torch_bridge.cli.tasks import Pretraining, Task, Trained
-from torch_bridge.cli.timings import timings
-from torch_bridge.cli.writers import open_writers
+from torch_bridge.cli.run import about, check, data, hosts, outputs, plot, resume
+from torch_bridge.cli.run.corpus import Source
+from torch_bridge.cli.run.interrupt import EXIT_INTERRUPTED, StopOnInterrupt
+from torch_bridge.cli.run.loop import History, Recorder, evaluate_state, fit
+from torch_bridge.cli.run.resume import Saver
+from torch_bridge.cli.run.tasks import Pretraining, Task, Trained
 
 
 WARMUP_SHARE = 0.05
@@ -50,11 +51,6 @@ class _Job:
     converted: tb.Converted
     model: fz.Model
     plan: fz.Plan
-
-
-def pretrain(settings: TrainSettings) -> int:
-    """`train` of all parameters on plain text."""
-    return train(settings, Pretraining(settings.text))
 
 
 def train(settings: TrainSettings, task: Task) -> int:

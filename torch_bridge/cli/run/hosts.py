@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import fzero as fz
-from torch_bridge.cli import outputs
-from torch_bridge.cli.corpus import Batch, Source
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.settings import TrainSettings
+from torch_bridge.cli.flags.settings import TrainSettings
+from torch_bridge.cli.run import outputs
+from torch_bridge.cli.run.corpus import Batch, Source
 
 
 def join(settings: TrainSettings) -> fz.World:
