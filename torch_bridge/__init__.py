@@ -18,11 +18,11 @@ from torch_bridge.documents.batches import grain_batches as grain_batches
 from torch_bridge.documents.rows import Rows as Rows
 from torch_bridge.documents.tokens import Document as Document
 from torch_bridge.documents.tokens import read_documents as read_documents
-from torch_bridge.export.expert_stand_ins import OwnLossWarning as OwnLossWarning
-from torch_bridge.export.functions import register_function as register_function
-from torch_bridge.export.modes import ModeWarning as ModeWarning
-from torch_bridge.export.questions import TracedBranchWarning as TracedBranchWarning
-from torch_bridge.export.watch import PythonStateWarning as PythonStateWarning
+from torch_bridge.export.stand_ins.experts import OwnLossWarning as OwnLossWarning
+from torch_bridge.export.watch.forward import PythonStateWarning as PythonStateWarning
+from torch_bridge.export.watch.functions import register_function as register_function
+from torch_bridge.export.watch.modes import ModeWarning as ModeWarning
+from torch_bridge.export.watch.questions import TracedBranchWarning as TracedBranchWarning
 from torch_bridge.formats.content import Checkpoint as Checkpoint
 from torch_bridge.formats.files import load as load
 from torch_bridge.formats.files import save as save

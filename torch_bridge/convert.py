@@ -11,14 +11,14 @@ import torch
 from fzero.tree import leaf_bytes
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.capacity import capacity_of
 from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
-from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
 from torch_bridge.export.mode import build_mode
-from torch_bridge.export.modes import warn_of_modes
-from torch_bridge.export.questions import warn_of_questions
+from torch_bridge.export.stand_ins.capacity import capacity_of
+from torch_bridge.export.watch.hooks import refuse_hooks
+from torch_bridge.export.watch.modes import warn_of_modes
+from torch_bridge.export.watch.questions import warn_of_questions
 from torch_bridge.module.adapters import read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, on_host, read_initial
 from torch_bridge.module.names import Layout, read_layout, refuse_shared

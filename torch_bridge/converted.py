@@ -16,9 +16,9 @@ from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.capacity import counts
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.export.reach import reached_params
+from torch_bridge.export.stand_ins.capacity import counts
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
 from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 
 
 def require_mean(

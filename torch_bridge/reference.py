@@ -18,8 +18,8 @@ from torch_bridge.converted import Converted
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import Instruction, live_nodes
 from torch_bridge.export.origins import module_path, source_line
-from torch_bridge.export.slopes import SLOPES
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.stand_ins.slopes import SLOPES
+from torch_bridge.export.watch.forward import untouched
 
 
 @dataclass(frozen=True)

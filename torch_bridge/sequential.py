@@ -26,7 +26,7 @@ from fzero.model import Sequential
 from fzero.summary import Printed
 from torch_bridge.convert import convert
 from torch_bridge.converted import Applied, Converted
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 from torch_bridge.module.initial import read_values, with_masters
 from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout, refuse_shared
 from torch_bridge.module.weights import to_torch

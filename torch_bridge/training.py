@@ -27,8 +27,8 @@ from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
-from torch_bridge.export.counts import LOSS, moved, of_loss, reachable
-from torch_bridge.export.watch import HARMLESS
+from torch_bridge.export.watch.counts import LOSS, moved, of_loss, reachable
+from torch_bridge.export.watch.forward import HARMLESS
 from torch_bridge.losses import called_with_batch, module_loss
 from torch_bridge.mean_loss import require_mean
 from torch_bridge.module.names import identity, named_tensors

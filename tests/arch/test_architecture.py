@@ -268,7 +268,7 @@ MANY_PARAMETERS = {
         "torch_bridge/cli/train.py train",
     ],
     "an operator of torch has them": [
-        "torch_bridge/export/slopes.py record_grad",
+        "torch_bridge/export/stand_ins/slopes.py record_grad",
         "torch_bridge/lower/attention.py attention",
         "torch_bridge/lower/conv.py convolution",
         "torch_bridge/lower/detection.py deform_conv2d",

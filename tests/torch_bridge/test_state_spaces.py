@@ -12,7 +12,7 @@ import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 import torch_bridge as tb
-from torch_bridge.export.state_spaces import _selective_scan
+from torch_bridge.export.stand_ins.state_spaces import _selective_scan
 
 
 SMALL = {"vocab_size": 11, "hidden_size": 8, "state_size": 3, "num_hidden_layers": 1,

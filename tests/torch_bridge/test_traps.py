@@ -138,7 +138,7 @@ class UsesFunctions(nn.Module):
 def test_3_a_custom_backward_is_refused_until_it_has_a_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch_bridge.export.functions._RULES", {})
+    monkeypatch.setattr("torch_bridge.export.watch.functions._RULES", {})
     with pytest.raises(ConversionError, match=r"Reversed.*SplitScale[\s\S]*register_function"):
         tb.convert(UsesFunctions(), X)
 
@@ -167,7 +167,7 @@ def test_3_a_custom_backward_is_refused_until_it_has_a_rule(
 
 
 def test_3_a_rule_that_returns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_bridge.export.functions._RULES", {})
+    monkeypatch.setattr("torch_bridge.export.watch.functions._RULES", {})
     tb.register_function(Reversed, lambda x, scale: (x, x))
     tb.register_function(SplitScale, lambda x, y, rows: (x * y, x[..., 0]))
     converted = tb.convert(UsesFunctions(), X)

@@ -19,7 +19,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.settings import HF_PREFIX
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 
 
 WEIGHT_FILES = (

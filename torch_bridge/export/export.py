@@ -23,30 +23,27 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.attribute_caches import (
+from torch_bridge.export.graph.default_dtype import say_default_dtype
+from torch_bridge.export.graph.in_place import (
+    cast_what_is_copied,
+    remove_hidden_aliases,
+    replace_fresh_writes,
+)
+from torch_bridge.export.graph.no_grad import inline_no_grad, refuse_detached_writes
+from torch_bridge.export.graph.slices import tidy_slices
+from torch_bridge.export.remedies import remedy_of_trace
+from torch_bridge.export.shapes import same_rules
+from torch_bridge.export.stand_ins.experts import OwnLossWarning
+from torch_bridge.export.stand_ins.table import stand_ins
+from torch_bridge.export.watch.attribute_caches import (
     Attribute,
     follow_from_sizes,
     kept_by_the_next_call,
     made_while_traced,
     returned_as_well,
 )
-from torch_bridge.export.constants import refuse_nameless
-from torch_bridge.export.default_dtype import say_default_dtype
-from torch_bridge.export.expert_stand_ins import OwnLossWarning
-from torch_bridge.export.functions import refuse_functions, watch_functions
-from torch_bridge.export.hooks import watch_gradients
-from torch_bridge.export.in_place import (
-    cast_what_is_copied,
-    remove_hidden_aliases,
-    replace_fresh_writes,
-)
-from torch_bridge.export.no_grad import inline_no_grad, refuse_detached_writes
-from torch_bridge.export.questions import TracedBranchWarning
-from torch_bridge.export.remedies import remedy_of_trace
-from torch_bridge.export.shapes import same_rules
-from torch_bridge.export.slices import tidy_slices
-from torch_bridge.export.stand_ins import stand_ins
-from torch_bridge.export.watch import (
+from torch_bridge.export.watch.constants import refuse_nameless
+from torch_bridge.export.watch.forward import (
     PythonState,
     PythonStateWarning,
     failing_call,
@@ -61,6 +58,9 @@ from torch_bridge.export.watch import (
     warn_of_counts,
     watch_state,
 )
+from torch_bridge.export.watch.functions import refuse_functions, watch_functions
+from torch_bridge.export.watch.hooks import watch_gradients
+from torch_bridge.export.watch.questions import TracedBranchWarning
 from torch_bridge.lower import find_lowering, registered_operators
 from torch_bridge.lower.symbolic import python_function
 from torch_bridge.module.signature import bind

@@ -12,12 +12,12 @@ import torch
 from torch.export.graph_signature import OutputKind
 
 from fzero.errors import ConversionError
-from torch_bridge.export.mixtures import with_mixtures
+from torch_bridge.export.graph.mixtures import with_mixtures
+from torch_bridge.export.graph.ranges import Ranges
 from torch_bridge.export.origins import module_path, source_line
-from torch_bridge.export.ranges import Ranges
 from torch_bridge.export.remedies import remedy_of_missing, remedy_of_values
 from torch_bridge.export.shapes import unbacked
-from torch_bridge.export.slopes import SLOPES, slopes
+from torch_bridge.export.stand_ins.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks

@@ -15,8 +15,8 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from torch_bridge.dtypes import canonical, is_complex, is_float, jax_dtype, numpy_dtype
+from torch_bridge.export.graph.ranges import Ranges, find_ranges
 from torch_bridge.export.interpret import Graph, build_graph
-from torch_bridge.export.ranges import Ranges, find_ranges
 from torch_bridge.export.shapes import ShapeRules, as_dim, shape_rules
 from torch_bridge.lower.spectral import torch_gradient
 from torch_bridge.module.initial import absent_in, absent_text

@@ -22,7 +22,7 @@ import torch
 
 from fzero.errors import ConversionError
 from torch_bridge.export.export import quiet
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 from torch_bridge.lower import register_operator
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fzero.errors import ConversionError
 from torch_bridge.export.mode import Mode
-from torch_bridge.export.slopes import SLOPES
+from torch_bridge.export.stand_ins.slopes import SLOPES
 from torch_bridge.export.trace import Trace, trace
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.children import Children

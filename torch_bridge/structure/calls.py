@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from fzero.errors import ConversionError
-from torch_bridge.export.capacity import METRIC, told
+from torch_bridge.export.stand_ins.capacity import METRIC, told
 
 
 class Calls:

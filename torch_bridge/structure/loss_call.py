@@ -22,8 +22,8 @@ from fzero import compat
 from fzero.errors import ConversionError
 from fzero.programs.jaxprs import inner_jaxprs
 from fzero.programs.once import once
-from torch_bridge.export.capacity import counts, told
 from torch_bridge.export.mode import TensorInput
+from torch_bridge.export.stand_ins.capacity import counts, told
 from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output

@@ -27,7 +27,6 @@ from fzero.errors import ConversionError
 from fzero.links import Context
 from fzero.tree import found_in
 from torch_bridge.dtypes import canonical, is_float, numpy_dtype, torch_dtype
-from torch_bridge.export.constants import refuse_nameless
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import (
     Instruction,
@@ -38,6 +37,7 @@ from torch_bridge.export.interpret import (
 )
 from torch_bridge.export.mode import Mode, build_mode
 from torch_bridge.export.shapes import SizeError
+from torch_bridge.export.watch.constants import refuse_nameless
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.blocks import roll_same
 from torch_bridge.structure.loops import LoopedGraph

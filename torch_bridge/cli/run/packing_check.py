@@ -11,7 +11,7 @@ import torch_bridge as tb
 from torch_bridge.cli import models
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.models import LoadedModel
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 
 
 _LENGTH = 8  # tokens of each of the two documents that are tried

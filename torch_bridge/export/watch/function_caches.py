@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fzero.errors import ConversionError
-from torch_bridge.export.counts import is_foreign
-from torch_bridge.export.users_code import LRU, named_in, users_classes, users_functions
+from torch_bridge.export.watch.counts import is_foreign
+from torch_bridge.export.watch.users_code import LRU, named_in, users_classes, users_functions
 
 
 _OF_A_TRACE = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

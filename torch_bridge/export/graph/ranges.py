@@ -19,15 +19,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from fzero.errors import ConversionError
 from torch_bridge.dtypes import canonical, numpy_dtype, x64_enabled
-from torch_bridge.export.float64 import (
+from torch_bridge.export.graph.float64 import (
     WIDE_FLOATS,
     is_float64,
     only_moved,
     operator_name,
     with_gradient,
 )
+from torch_bridge.export.graph.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.export.origins import source_line
-from torch_bridge.export.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.lower.symbolic import python_function
 from torch_bridge.lower.wide_operators import Saturated, Wide

@@ -22,15 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
-from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
-from torch_bridge.export.causal_masks import causal_masks
-from torch_bridge.export.expert_stand_ins import experts_stand_ins
-from torch_bridge.export.older_experts import older_experts
-from torch_bridge.export.packed_sequences import PackedSequences
-from torch_bridge.export.replacement import StandIn, replaced
-from torch_bridge.export.slopes import functional_gradients, record_grad
-from torch_bridge.export.state_spaces import state_space_stand_ins
-from torch_bridge.export.synchronized_norms import synchronized_batch_norms
+from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
+from torch_bridge.export.stand_ins.causal_masks import causal_masks
+from torch_bridge.export.stand_ins.experts import experts_stand_ins
+from torch_bridge.export.stand_ins.older_experts import older_experts
+from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
+from torch_bridge.export.stand_ins.replacement import StandIn, replaced
+from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
+from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
+from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_norms
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

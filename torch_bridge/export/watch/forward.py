@@ -22,9 +22,9 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.counts import moved, of_loss, reachable
-from torch_bridge.export.function_caches import computed_anew
 from torch_bridge.export.origins import source_line
+from torch_bridge.export.watch.counts import moved, of_loss, reachable
+from torch_bridge.export.watch.function_caches import computed_anew
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -400,7 +400,7 @@ def refuse_python_state(
 
 
 # Methods that all modules have, and what stands in for a module's own.
-_NOT_THE_USERS = (torch.nn.modules.module.__file__, str(Path(__file__).parents[1]))
+_NOT_THE_USERS = (torch.nn.modules.module.__file__, str(Path(__file__).parents[2]))
 
 
 def failing_line(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:

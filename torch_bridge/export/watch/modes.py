@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules import batchnorm, dropout
 
 from fzero.errors import some_of, warn
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.watch.forward import untouched
 
 
 class ModeWarning(UserWarning):

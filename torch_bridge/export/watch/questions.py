@@ -14,8 +14,8 @@ from collections.abc import Collection
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.counts import names_of
-from torch_bridge.export.users_code import users_functions
+from torch_bridge.export.watch.counts import names_of
+from torch_bridge.export.watch.users_code import users_functions
 
 
 _QUESTIONS = ("is_compiling", "is_exporting")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.export.counts import is_foreign, names_of
+from torch_bridge.export.watch.counts import is_foreign, names_of
 
 
 LRU = functools._lru_cache_wrapper

@@ -2,7 +2,7 @@
 
 Switch Transformers loops over the experts that some token has chosen, JetMoE cuts rows at counts
 that it reads: both depend on data. The same is written here in the operators of
-`expert_stand_ins.py`. Switch Transformers' router casts its own module to float32 when it is
+`experts.py`. Switch Transformers' router casts its own module to float32 when it is
 called, which is written as a cast of what it reads.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replacement import StandIn, imported, replaced
+from torch_bridge.export.stand_ins.replacement import StandIn, imported, replaced
 
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"

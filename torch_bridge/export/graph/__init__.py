@@ -1,0 +1,6 @@
+"""An exported graph put right: each rewrites it, or reads from it what torch.export leaves open.
+
+- Rewritten: `in_place` writes, `no_grad` regions, `slices`, another `default_dtype`, `mixtures` of
+  experts as one op each.
+- Read: which whole numbers fit JAX's (`ranges`, by `range_rules`), and where `float64` is needed.
+"""
