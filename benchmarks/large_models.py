@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import fzero as fz
-from fzero.quantized import quantized_shape
+from fzero.weight_records import quantized_shape
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,6 @@ from fzero.plan import Plan as Plan
 from fzero.plan_values import LossScaling as LossScaling
 from fzero.precision import cast as cast
 from fzero.preflight.public import preflight as preflight
-from fzero.quantized import dequantize as dequantize
-from fzero.quantized import quantize as quantize
 from fzero.sharding.local_batch import local_batch as local_batch
 from fzero.state.comparison import check_finite as check_finite
 from fzero.state.comparison import check_same as check_same
@@ -67,6 +65,8 @@ from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import predict_step as predict_step
 from fzero.step import train_step as train_step
+from fzero.weight_records import dequantize as dequantize
+from fzero.weight_records import quantize as quantize
 
 
 # Training needs none of these: each is imported when asked for, so that `import fzero` is quick.

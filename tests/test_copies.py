@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.sharding.lazy import LazyArray, Stacked
+from fzero.sharding.lazy_array import LazyArray, Stacked
 from fzero.tree import named_leaves
 from tests.support import tiny
 

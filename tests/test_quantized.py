@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.quantized import Quantized, impossible
-from fzero.sharding.lazy import LazyArray
+from fzero.sharding.lazy_array import LazyArray
+from fzero.weight_records import Quantized, impossible
 
 
 WHOLE = (((np.arange(130) * 37) % 101 - 50) / 32).astype(np.float32).reshape(2, 65)

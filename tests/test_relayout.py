@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from fzero.sharding import relayout as module
-from fzero.sharding.lazy import Stacked
+from fzero.sharding.lazy_array import Stacked
 from fzero.sharding.relayout import Kept, _program, relayout
 from fzero.storage.scratch import aligned
 

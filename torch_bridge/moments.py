@@ -18,7 +18,7 @@ import optax
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, StateConsumedError
 from fzero.optimizer.small_moments import SmallMomentsState
-from fzero.sharding.lazy import Index, LazyArray, Stacked
+from fzero.sharding.lazy_array import Index, LazyArray, Stacked
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.by_identity import GIVEN
 from fzero.storage.tiers import require_on_device

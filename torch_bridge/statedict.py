@@ -15,20 +15,20 @@ import torch
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
-from fzero.quantized import Quantized, impossible
 from fzero.sharding.homes import cut_into_stages
-from fzero.sharding.lazy import Index
+from fzero.sharding.lazy_array import Index
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
+from fzero.weight_records import Quantized, impossible
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
-from torch_bridge.module.foreign import refuse_quantised
-from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 from torch_bridge.module.names import Leaf
+from torch_bridge.module.quantisers import refuse_quantised
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import common_prefix
 from torch_bridge.sequential import ConvertedSequential

@@ -28,7 +28,7 @@ from fzero.plan import Plan
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.buckets import OWNED
-from fzero.sharding.lazy import Index, LazyArray
+from fzero.sharding.lazy_array import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, filled_up, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained, update_dtype
 from fzero.state import compute_copy

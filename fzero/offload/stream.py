@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero.errors import PlacementError, some_of
-from fzero.offload.slabwise import Cut, SlabProgram, slabwise
+from fzero.offload.slabs import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
 from fzero.programs.sites import PlacedFunction, bring
 from fzero.sharding.buckets import Parking

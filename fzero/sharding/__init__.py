@@ -7,7 +7,8 @@
 - `stages`: where a chain is cut for a pipeline; `homes`: which ranks hold which leaf.
 - `buckets`: what a plan parks; `park`: to its tier and back. `blueprint`: all of this for one
   model; `buffers`: theirs.
-- `relayout`: a leaf from how it is kept to how it shall be kept; `lazy`: values read by slices.
+- `relayout`: a leaf from how it is kept to how it shall be kept; `lazy_array`: values read by
+  slices.
 - `initial`: a model's initial values, traced. `local_batch`: a batch of each process's rows.
 - `device_memory`: how much of it a device has.
 """

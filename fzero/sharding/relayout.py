@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from fzero.axes import PIPE
 from fzero.compat import is_key
 from fzero.processes import in_turn
-from fzero.sharding.lazy import Index, LazyArray
+from fzero.sharding.lazy_array import Index, LazyArray
 from fzero.sharding.split import Home, Split
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.offload.slabwise import Cut
+from fzero.offload.slabs import Cut
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.programs.sites import Labels, PlacedFunction
 from fzero.sharding.blueprint import Blueprint

@@ -34,8 +34,8 @@ from fzero.programs.jaxprs import (
     read,
     run_ops,
 )
-from fzero.quantized import widens
 from fzero.tree import PyTree
+from fzero.weight_records import widens
 from fzero.zero.min_cut import fewest_bytes
 
 

@@ -44,7 +44,7 @@ LAYERS = {
             "batch",
             "host_arrays",
         ],
-        ["sharding", "quantized"],
+        ["sharding", "weight_records"],
         ["zero", "offload"],
         ["state"],
         ["checkpoint", "pipeline"],

@@ -13,7 +13,7 @@ from support.sample import some
 
 import fzero as fz
 from fzero.batch import Inputs
-from fzero.offload.slabwise import is_rowwise
+from fzero.offload.slabs import is_rowwise
 from fzero.sharding.blueprint import blueprint
 from fzero.storage.tiers import Slabs, slabs_of
 from fzero.tree import named_leaves

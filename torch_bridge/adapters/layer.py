@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero.errors import ConversionError
-from torch_bridge.module.quantized import QuantizedLinear
+from torch_bridge.module.quantized_linear import QuantizedLinear
 
 
 # The one adapter that `tb.lora` puts into a module; PEFT's own default.

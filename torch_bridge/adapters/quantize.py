@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fzero.errors import ConversionError, StateError
-from fzero.quantized import Quantized, quantized_shape
+from fzero.weight_records import Quantized, quantized_shape
 from torch_bridge.adapters.layer import chosen, is_linear
 from torch_bridge.convert import convert_copy
 from torch_bridge.converted import Converted
 from torch_bridge.module.names import Layout
-from torch_bridge.module.quantized import QuantizedLinear
+from torch_bridge.module.quantized_linear import QuantizedLinear
 
 
 def quantize(

@@ -12,7 +12,7 @@ import torch
 
 from fzero.errors import CheckpointError, StateError
 from fzero.plan import Plan
-from fzero.sharding.lazy import LazyArray
+from fzero.sharding.lazy_array import LazyArray
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
@@ -20,7 +20,7 @@ from torch_bridge.converted import Converted
 from torch_bridge.formats.adapters import by_key, merged_content, plain_adapter, update_of, wide
 from torch_bridge.formats.peft import fitted, read_fitting
 from torch_bridge.module.adapters import base_name, pick
-from torch_bridge.module.lazy import in_memory
+from torch_bridge.module.lazy_tensor import in_memory
 from torch_bridge.statedict import homes_of, state_leaves
 from torch_bridge.structure.chain import links_merged
 

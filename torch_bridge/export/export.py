@@ -62,7 +62,7 @@ from torch_bridge.export.watch.functions import refuse_functions, watch_function
 from torch_bridge.export.watch.hooks import watch_gradients
 from torch_bridge.export.watch.questions import TracedBranchWarning
 from torch_bridge.lower import find_lowering, registered_operators
-from torch_bridge.lower.symbolic import python_function
+from torch_bridge.lower.sizes import python_function
 from torch_bridge.module.signature import bind
 
 

@@ -22,7 +22,7 @@ from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
-from torch_bridge.lower.symbolic import python_function
+from torch_bridge.lower.sizes import python_function
 
 
 _Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]

@@ -11,7 +11,7 @@ import torch
 from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.formats.torch_files import is_dense
-from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 from torch_bridge.module.names import Layout
 
 

@@ -12,7 +12,7 @@ from fzero.plan import Plan
 from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.module.adapters import BASE, Adapter, Target, base_name, pick
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 from torch_bridge.module.names import Leaf
 from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
 

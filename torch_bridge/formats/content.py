@@ -12,7 +12,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.summary import Printed, summary
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 from torch_bridge.moments import Moments
 
 

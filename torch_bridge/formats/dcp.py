@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-from fzero.sharding.lazy import Index
+from fzero.sharding.lazy_array import Index
 from torch_bridge.formats.adam import MOMENTS, at_one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.mapped_tensors import Mapped, find_tensor, map_file
 from torch_bridge.formats.torch_files import cause_of
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 METADATA = ".metadata"

@@ -19,7 +19,7 @@ from torch_bridge.formats.adam import groups_of
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.torch_files import save_to
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE, flat: bool = False) -> None:

@@ -35,7 +35,7 @@ from torch_bridge.formats.deepspeed_files import (
 )
 from torch_bridge.formats.deepspeed_zero import ZeroFiles
 from torch_bridge.formats.torch_files import is_dense, lazy_tensors
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 # The files that name the newest step; the partitioned one goes before the universal.

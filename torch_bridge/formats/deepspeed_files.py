@@ -13,7 +13,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.torch_files import Inert, load_plain
-from torch_bridge.module.lazy import LazyTensor, from_flat, take
+from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, take
 
 
 STAND_INS: dict[str, type] = dict.fromkeys(

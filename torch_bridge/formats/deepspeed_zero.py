@@ -13,7 +13,7 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.adam import MOMENTS, step_of, unaccounted
 from torch_bridge.formats.deepspeed_files import FP32, Files, from_shards, load_file, shape_of
 from torch_bridge.formats.torch_files import Inert, is_dense
-from torch_bridge.module.lazy import LazyTensor, from_flat, take
+from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, take
 
 
 @dataclass(frozen=True)

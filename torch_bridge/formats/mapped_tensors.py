@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fzero.sharding.lazy import Index
+from fzero.sharding.lazy_array import Index
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-from fzero.sharding.lazy import Index
-from torch_bridge.module.lazy import LazyTensor
+from fzero.sharding.lazy_array import Index
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 def named_as_in_the_module(

@@ -14,7 +14,7 @@ from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.torch_files import read_state_dict
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.adapters import Adapter, computes_otherwise, pick
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -11,6 +11,7 @@ from torch_bridge.formats.adam import read_beside
 from torch_bridge.formats.content import Checkpoint, optimizer_fields
 from torch_bridge.formats.dcp import is_dcp, read_dcp
 from torch_bridge.formats.deepspeed import find_step, read_deepspeed
+from torch_bridge.formats.deepspeed_universal import is_universal, read_universal
 from torch_bridge.formats.lightning import read_lightning
 from torch_bridge.formats.safetensors_files import read_file, read_sharded
 from torch_bridge.formats.torch_files import (
@@ -19,7 +20,6 @@ from torch_bridge.formats.torch_files import (
     read_state_dict,
     weights_of,
 )
-from torch_bridge.formats.universal import is_universal, read_universal
 
 
 PICKLED = (".pt", ".pth", ".bin")

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fzero.errors import CheckpointError
-from fzero.sharding.lazy import Index
+from fzero.sharding.lazy_array import Index
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 
 
 # The format's own names of dtypes, in the order in which the library's serializer puts tensors

@@ -9,12 +9,12 @@ import torch
 
 from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
-from fzero.sharding.lazy import Index
+from fzero.sharding.lazy_array import Index
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.formats.content import Checkpoint, Optimizer
-from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.lazy_tensor import LazyTensor
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.weights import to_torch
 from torch_bridge.moments import holds_adam, moments_of, num_waiting, other_state

@@ -24,7 +24,7 @@ from torch.serialization import safe_globals, set_default_mmap_options, skip_dat
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.safetensors_files import merge_shard, read_index
-from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 
 
 # Bytes of a record that are held at once while its checksum is computed.

@@ -9,13 +9,13 @@ from pathlib import Path
 from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.dcp_write import write_dcp
+from torch_bridge.formats.deepspeed_universal import write_universal
 from torch_bridge.formats.lightning import write_lightning
 from torch_bridge.formats.read import LIGHTNING, PICKLED, SUFFIXES
 from torch_bridge.formats.safetensors_files import write_directory, write_file
 from torch_bridge.formats.staging import staged_directory, staged_file
 from torch_bridge.formats.torch_files import write_plain
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.formats.universal import write_universal
 
 
 FORMATS = ("safetensors", "pt", "lightning", "dcp", "dcp-flat", "universal")

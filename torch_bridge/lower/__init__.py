@@ -1,12 +1,12 @@
 """The operator table: importing this package fills it, one module per operator family.
 
-- `registry`: the table; `refs`: names of values in arguments; `symbolic`: sizes and guards.
-- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `pseudo_inverse`,
-  `linear`, `reduce`, `norm`, `loss`, `composite`.
+- `registry`: the table; `refs`: names of values in arguments; `sizes` and what guards them.
+- Numbers: `activation`, `arithmetic`, `special_functions`, `bessel`, `spectral`, `linalg`,
+  `pseudo_inverse`, `linear`, `reduce`, `norm`, `loss`, `composite`.
 - Positions: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `kernels`), `recurrent`, `experts`, `random`,
-  `quantized`, `control`.
+  `weight_records`, `control`.
 - What all share: `rounding` and `wide_operators` (dtypes as PyTorch computes them), `tangents` and
   `no_gradient` (its derivatives), `features_last` (how images are held), `whole_dims` (what XLA's
   partitioner gets wrong).
@@ -32,7 +32,6 @@ from torch_bridge.lower import norm as norm
 from torch_bridge.lower import order as order
 from torch_bridge.lower import pool as pool
 from torch_bridge.lower import pseudo_inverse as pseudo_inverse
-from torch_bridge.lower import quantized as quantized
 from torch_bridge.lower import random as random
 from torch_bridge.lower import recurrent as recurrent
 from torch_bridge.lower import reduce as reduce
@@ -40,9 +39,10 @@ from torch_bridge.lower import resize as resize
 from torch_bridge.lower import scatter as scatter
 from torch_bridge.lower import segments as segments
 from torch_bridge.lower import shape as shape
-from torch_bridge.lower import special as special
+from torch_bridge.lower import sizes as sizes
+from torch_bridge.lower import special_functions as special_functions
 from torch_bridge.lower import spectral as spectral
-from torch_bridge.lower import symbolic as symbolic
+from torch_bridge.lower import weight_records as weight_records
 from torch_bridge.lower.registry import find_lowering as find_lowering
 from torch_bridge.lower.registry import register_operator as register_operator
 from torch_bridge.lower.registry import registered_operators as registered_operators

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torch_bridge.dtypes import canonical, is_float
 from torch_bridge.lower.reduce import number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.special import is_nan
+from torch_bridge.lower.special_functions import is_nan
 
 
 def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,8 @@
 
 - `names`: which tensor is which leaf; `adapters`: those of adapters. `signature`: arguments in,
   outputs out.
-- `weights`: tensors copied in and out; `lazy`: tensors in files; `initial`: values read when they
-  are needed.
-- `wrappers`: modules in others; `quantized`: weights in few bits, `foreign` those that are refused.
+- `weights`: tensors copied in and out; `lazy_tensor`: tensors in files; `initial`: values read when
+  they are needed.
+- `wrappers`: modules in others; `quantized_linear`: weights in few bits; `quantisers`: those whose
+  weights are refused.
 """

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fzero.errors import ConversionError, some_of
-from fzero.sharding.lazy import Index, LazyArray, Stacked
+from fzero.sharding.lazy_array import Index, LazyArray, Stacked
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.names import Layout, Leaf, named_tensors
 from torch_bridge.module.weights import to_host, to_numpy, to_torch

@@ -13,7 +13,7 @@ import torch
 
 from fzero.errors import ConversionError
 from torch_bridge.dtypes import x64_enabled
-from torch_bridge.module.quantized import Dense, QuantizedLinear
+from torch_bridge.module.quantized_linear import Dense, QuantizedLinear
 
 
 # Libraries that change what is loaded only where it is of an older version, or of other names.

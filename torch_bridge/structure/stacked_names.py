@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.sharding.lazy import LazyArray, Stacked
+from fzero.sharding.lazy_array import LazyArray, Stacked
 from torch_bridge.module.names import Layout, Leaf
 
 

@@ -23,7 +23,7 @@ from fzero.tree import named_leaves
 from torch_bridge.formats.adam import groups_of, read_optimizer, step_of
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.formats.dcp import _divide
-from torch_bridge.module.lazy import in_memory
+from torch_bridge.module.lazy_tensor import in_memory
 from torch_bridge.moments import Moments, moments_of, with_moments
 
 

@@ -13,7 +13,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 from torch_bridge.formats.names_in_files import concatenated, stacked
-from torch_bridge.module.lazy import in_memory
+from torch_bridge.module.lazy_tensor import in_memory
 
 
 SIZES: dict[str, Any] = {

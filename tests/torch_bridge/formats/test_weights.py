@@ -26,7 +26,7 @@ from fzero.tree import named_leaves
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.write import write
-from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch_bridge.cli.run import outputs
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.peft import is_adapter
 from torch_bridge.formats.write import write
-from torch_bridge.module.lazy import in_memory
+from torch_bridge.module.lazy_tensor import in_memory
 
 
 # Lengths are free in the conversion's graph, which is not run.

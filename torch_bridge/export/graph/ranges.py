@@ -29,7 +29,7 @@ from torch_bridge.export.graph.float64 import (
 from torch_bridge.export.graph.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.export.origins import source_line
 from torch_bridge.lower.refs import Ref
-from torch_bridge.lower.symbolic import python_function
+from torch_bridge.lower.sizes import python_function
 from torch_bridge.lower.wide_operators import Saturated, Wide
 from torch_bridge.module.weights import to_numpy
 

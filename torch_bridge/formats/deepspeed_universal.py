@@ -21,7 +21,7 @@ from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_wei
 from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_file, load_model, shape_of
 from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.module.lazy import LazyTensor, from_flat, in_memory
+from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, in_memory
 
 
 _FP32 = "fp32"

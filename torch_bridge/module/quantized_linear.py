@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fzero.errors import ConversionError
-from fzero.quantized import dequantize, quantized_shape
+from fzero.weight_records import dequantize, quantized_shape
 
 
 class Dense(NamedTuple):

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fzero.errors import StateError
 from fzero.precision import round_to
-from fzero.sharding.lazy import Index, LazyArray
+from fzero.sharding.lazy_array import Index, LazyArray
 
 
 # Elements of a record, as QLoRA has them.

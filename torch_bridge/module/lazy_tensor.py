@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fzero.errors import CheckpointError
-from fzero.sharding.lazy import Index, LazyArray
+from fzero.sharding.lazy_array import Index, LazyArray
 from fzero.tree import num_bytes
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.weights import to_host

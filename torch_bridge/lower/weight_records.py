@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fzero.quantized import dequantize
+from fzero.weight_records import dequantize
 from torch_bridge.dtypes import jax_dtype
 from torch_bridge.lower.registry import register_operator
 
