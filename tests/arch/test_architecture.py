@@ -263,7 +263,6 @@ MANY_PARAMETERS = {
         "torch_bridge/cli/evaluate.py evaluate",
         "torch_bridge/cli/finetune.py finetune",
         "torch_bridge/cli/generate.py generate",
-        "torch_bridge/cli/run/loop.py fit",
         "torch_bridge/cli/preflight.py preflight",
         "torch_bridge/cli/train.py train",
     ],

@@ -15,11 +15,10 @@ from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.settings import DataSettings
 from torch_bridge.cli.run import data
 from torch_bridge.cli.run.corpus import entropy
-from torch_bridge.cli.run.data import IGNORED
 from torch_bridge.cli.run.tuning_task import RowCorpus
 from torch_bridge.documents import rows
 from torch_bridge.documents.rows import Rows
-from torch_bridge.documents.tokens import Document
+from torch_bridge.documents.tokens import IGNORED, Document
 
 
 def corpus_of(paths: list[Path], seq: int = 16, limit: int = 1000) -> data.Corpus:
@@ -99,7 +98,7 @@ def test_no_more_than_one_file_is_in_memory(tmp_path: Path) -> None:
         path.write_bytes(bytes([97 + number]) * 2**17)
     tracemalloc.start()
     corpus = corpus_of(paths, seq=128, limit=8)
-    batch = data.train_batch(corpus, 0, 0, 4)["input_ids"]
+    batch = corpus.train_batch(0, 0, 4)["input_ids"]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert corpus.train.nbytes > 6 * 2**20
@@ -120,12 +119,12 @@ def test_the_standard_library_is_split_by_file_and_leaves_its_tests_out() -> Non
 def test_a_batch_follows_from_seed_and_step(texts: list[Path]) -> None:
     corpus = corpus_of(texts)
     steps = list(range(30))
-    straight = [data.train_batch(corpus, 5, step, 8)["input_ids"] for step in steps]
+    straight = [corpus.train_batch(5, step, 8)["input_ids"] for step in steps]
     rows._order.cache_clear()
     for step in random.Random(0).sample(steps, len(steps)):
-        again = data.train_batch(corpus, 5, step, 8)["input_ids"]
+        again = corpus.train_batch(5, step, 8)["input_ids"]
         np.testing.assert_array_equal(again, straight[step])
-    other_seed = data.train_batch(corpus, 6, 0, 8)["input_ids"]
+    other_seed = corpus.train_batch(6, 0, 8)["input_ids"]
     assert (other_seed != straight[0]).any()
 
 
@@ -136,9 +135,7 @@ def test_an_epoch_visits_every_sequence_once(tmp_path: Path) -> None:
     num_sequences = len(corpus.train)
     size = 7  # does not divide it: a batch lies in two epochs
     steps = -(-2 * num_sequences // size)
-    rows = np.concatenate(
-        [data.train_batch(corpus, 0, step, size)["input_ids"] for step in range(steps)]
-    )
+    rows = np.concatenate([corpus.train_batch(0, step, size)["input_ids"] for step in range(steps)])
     first, second = rows[:num_sequences, 0], rows[num_sequences : 2 * num_sequences, 0]
     assert sorted(first) == sorted(second) == sorted(corpus.train[:, 0])
     assert (first != second).any()
@@ -148,7 +145,7 @@ def test_validation_batches_have_one_size_and_count_every_label_once(texts: list
     corpus = corpus_of(texts, limit=21)
     assert len(corpus.validation) == 21
     for size in (1, 4, 8, 64):
-        batches = list(data.validation_batches(corpus, size))
+        batches = list(corpus.validation_batches(size))
         assert {batch["input_ids"].shape for batch in batches} == {(size, 16)}
         labels = np.concatenate([batch["labels"] for batch in batches])
         np.testing.assert_array_equal(labels[:21], corpus.labels)
@@ -159,7 +156,7 @@ def test_processes_have_as_many_validation_batches_each(texts: list[Path]) -> No
     """Also where the last one has rows of the first alone: a step waits for all of them."""
     corpus = corpus_of(texts, limit=21)
     for size in (2, 4, 16, 64):
-        whole = list(data.validation_batches(corpus, size))
+        whole = list(corpus.validation_batches(size))
         parts = [list(corpus.validation_batches(size, (process, 2))) for process in (0, 1)]
         for batch, *own in zip(whole, *parts, strict=True):
             for name, rows_of_all in batch.items():

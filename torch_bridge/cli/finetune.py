@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +36,7 @@ from torch_bridge.cli.flags.options import (
     ZeroOption,
 )
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
-from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings
+from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings, path_of
 from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
 
 
@@ -155,9 +154,9 @@ def _settings(given: dict[str, Any]) -> TrainSettings:
         )
     for name in ("sources", "eval_sources"):
         paths = rows.get(name) or []
-        rows[name] = tuple(str(Path(one).expanduser().absolute()) for one in paths)
+        rows[name] = tuple(str(path_of(one)) for one in paths)
     if rows["template"] is not None:
-        rows["template"] = str(Path(rows["template"]).expanduser().absolute())
+        rows["template"] = str(path_of(rows["template"]))
     tuning = LoraSettings.of(adapter)
     if tuning is None and any(adapter.get(n) for n in ("targets", "alpha", "dropout", "base")):
         raise CommandError("--targets, --alpha, --dropout and --base are of adapters: give --lora")

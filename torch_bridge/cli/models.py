@@ -7,8 +7,8 @@ import json
 import logging
 import pickle
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import HF_PREFIX
+from torch_bridge.cli.flags.settings import HF_PREFIX, path_of
 from torch_bridge.export.watch.forward import untouched
 
 
@@ -79,7 +79,7 @@ def load(spec: str, seed: int, dtype: str = "fp32") -> LoadedModel:
     """
     torch.manual_seed(seed)
     if spec.startswith(HF_PREFIX):
-        return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute(), dtype)
+        return _load_hf(path_of(spec.removeprefix(HF_PREFIX)), dtype)
     return _load_factory(*split_factory(spec))
 
 
@@ -94,7 +94,7 @@ def split_factory(spec: str) -> tuple[Path, str]:
         raise CommandError(
             f"--model {spec}: expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"
         )
-    return Path(path).expanduser().absolute(), factory
+    return path_of(path), factory
 
 
 def check_fit(model: LoadedModel, seq: int) -> None:
@@ -138,8 +138,7 @@ def load_shapes(
         CommandError: as `load`.
     """
     if spec.startswith(HF_PREFIX):
-        path = Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute()
-        return _shapes_hf(path, values)
+        return _shapes_hf(path_of(spec.removeprefix(HF_PREFIX)), values)
     path, name = split_factory(spec)
     with without_values(not values):
         made = call_factory(path, name)
@@ -161,17 +160,27 @@ def without_values(yes: bool = True) -> AbstractContextManager[Any]:
 def _shapes_hf(path: Path, values: bool) -> LoadedModel:
     from transformers import AutoModelForCausalLM
 
-    config_file = path / "config.json" if path.is_dir() else path
-    config = read_config(config_file)
-    try:
-        with without_values(not values):
-            module = AutoModelForCausalLM.from_config(config).float()
-    except ValueError as error:
-        raise CommandError(
-            f"{config_file}: transformers has no causal language model for it: {error}"
-        ) from error
+    config = read_config(path)
+    with _causal(path), without_values(not values):
+        module = AutoModelForCausalLM.from_config(config).float()
     longest = getattr(config, "max_position_embeddings", None)
     return LoadedModel(module, f"{HF_PREFIX}{path}", config.vocab_size, longest, None, config)
+
+
+@contextmanager
+def _causal(path: Path) -> Iterator[None]:
+    """Where a causal language model is made of a configuration, of which there may be none."""
+    try:
+        yield
+    except ValueError as error:
+        raise CommandError(
+            f"{_config_file(path)}: transformers has no causal language model for it: {error}"
+        ) from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a path is a directory with weights."""
+    return any((path / name).exists() for name in WEIGHT_FILES)
 
 
 def next_token_loss(forward: Any, batch: dict[str, Any]) -> Any:
@@ -209,18 +218,13 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
 
     disable_progress_bar()  # its bar would run into ours
 
-    config_file = path / "config.json" if path.is_dir() else path
-    config = read_config(config_file)
-    try:
-        if path.is_dir() and any((path / name).exists() for name in WEIGHT_FILES):
+    config = read_config(path)
+    with _causal(path):
+        if has_weights(path):
             module = _with_weights(path, config, dtype)
         else:
             module = AutoModelForCausalLM.from_config(config)
             module = module if dtype == "auto" else module.to(_DTYPES[dtype])
-    except ValueError as error:
-        raise CommandError(
-            f"{config_file}: transformers has no causal language model for it: {error}"
-        ) from error
     text = config.get_text_config()  # itself, but for models that read images, too
     return LoadedModel(
         module=module,
@@ -279,14 +283,19 @@ def tokenizer_of(path: Path) -> Any:
         ) from error
 
 
-def read_config(config_file: Path) -> Any:
-    """The transformers configuration in a file.
+def _config_file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path
+
+
+def read_config(path: Path) -> Any:
+    """The transformers configuration in a file, or in a directory.
 
     Raises:
         CommandError: there is no such file, or transformers does not know its model type.
     """
     from transformers import AutoConfig
 
+    config_file = _config_file(path)
     if not config_file.is_file():
         if (config_file.parent / "adapter_config.json").is_file():
             raise CommandError(

@@ -17,6 +17,7 @@ from torch_bridge.documents.records import Record, kind_of, read_records
 
 
 IntArray = NDArray[np.int32]
+# torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
 IGNORED = -100
 # What templates get that ask for today's date (Llama 3, gpt-oss): tokens of a file are the same on
 # every day, so that a run goes on tomorrow. It is the one that Llama 3.1's writes without a clock.

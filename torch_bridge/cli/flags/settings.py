@@ -12,7 +12,7 @@ import fzero as fz
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.figures.writers import check_writers
 from torch_bridge.cli.flags.plan_file import RUN
-from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings, check_seq
 
 
 STDLIB = "stdlib"
@@ -35,10 +35,7 @@ class DataSettings:
 
     def check(self) -> None:
         """Refuses sizes that no text could be cut into."""
-        if self.seq < 2:
-            raise CommandError(
-                f"--seq must be at least 2 (a token is predicted from earlier ones), got {self.seq}"
-            )
+        check_seq(self.seq)
         if self.eval_sequences < 1:
             raise CommandError(f"--eval-sequences must be at least 1, got {self.eval_sequences}")
 
@@ -175,9 +172,14 @@ class EvalSettings:
 def absolute(model: str) -> str:
     """`--model` with its path from the root, so that it can be read from anywhere."""
     if model.startswith(HF_PREFIX):
-        return f"{HF_PREFIX}{Path(model.removeprefix(HF_PREFIX)).expanduser().absolute()}"
+        return f"{HF_PREFIX}{path_of(model.removeprefix(HF_PREFIX))}"
     path, colon, factory = model.rpartition(":")
-    return f"{Path(path).expanduser().absolute()}{colon}{factory}" if path else model
+    return f"{path_of(path)}{colon}{factory}" if path else model
+
+
+def path_of(text: str) -> Path:
+    """A path as typed, from the root."""
+    return Path(text).expanduser().absolute()
 
 
 def check_batch(batch: int, plan: fz.Plan) -> int:
@@ -212,7 +214,7 @@ def resolve_sources(data: list[str] | None, more: list[str] | None) -> tuple[str
                 f"--data is either {STDLIB} or paths of text files, got {' '.join(names)}"
             )
         return (STDLIB,)
-    paths = [Path(name).expanduser().absolute() for name in names]
+    paths = [path_of(name) for name in names]
     for path in paths:
         if path.is_dir():
             raise CommandError(f"--data {path} is a directory; give its files, as in {path}/*.txt")

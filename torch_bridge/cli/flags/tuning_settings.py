@@ -17,6 +17,14 @@ BASES = ("fp32", "bf16", *QUANTISED)
 DEFAULT_ALPHA_PER_RANK = 2
 
 
+def check_seq(seq: int) -> None:
+    """Refuses sequences in which no token could be predicted."""
+    if seq < 2:
+        raise CommandError(
+            f"--seq must be at least 2 (a token is predicted from earlier ones), got {seq}"
+        )
+
+
 @dataclass(frozen=True)
 class RowSettings:
     """Which documents, in which rows."""
@@ -30,10 +38,7 @@ class RowSettings:
 
     def check(self) -> None:
         """Refuses rows that hold nothing, and files that are not there."""
-        if self.seq < 2:
-            raise CommandError(
-                f"--seq must be at least 2 (a token is predicted from earlier ones), got {self.seq}"
-            )
+        check_seq(self.seq)
         if self.too_long not in TOO_LONG:
             raise CommandError(f"--too-long {self.too_long}: expected one of {', '.join(TOO_LONG)}")
         if not self.sources:

@@ -13,7 +13,7 @@ import torch
 import torch_bridge as tb
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import HF_PREFIX
+from torch_bridge.cli.flags.settings import HF_PREFIX, path_of
 
 
 # As `x=float32[2,3]` or `ids=int64[2,16]<100`.
@@ -97,7 +97,7 @@ def parse_input(text: str) -> tuple[int, Argument]:
 
 def _load(spec: str) -> tuple[torch.nn.Module, Any]:
     if spec.startswith(HF_PREFIX):
-        return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute())
+        return _load_hf(path_of(spec.removeprefix(HF_PREFIX)))
     return models.make_module(*models.split_factory(spec)), None
 
 
@@ -106,9 +106,9 @@ def _load_hf(path: Path) -> tuple[torch.nn.Module, Any]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    config = models.read_config(path / "config.json" if path.is_dir() else path)
+    config = models.read_config(path)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    if path.is_dir() and any((path / name).exists() for name in models.WEIGHT_FILES):
+    if models.has_weights(path):
         source = next((kind for kind in named if kind is not None), transformers.AutoModel)
         module = source.from_pretrained(
             path, config=config, local_files_only=True, dtype=torch.float32

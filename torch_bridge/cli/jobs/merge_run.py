@@ -27,7 +27,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
         CheckpointError: the adapter is of another model, or more than low-rank updates.
     """
     directory = Path(spec.removeprefix(HF_PREFIX)).expanduser()
-    if not any((directory / name).is_file() for name in models.WEIGHT_FILES):
+    if not models.has_weights(directory):
         raise CommandError(f"--model {directory}: expected a directory with weights of a model")
     if not is_adapter(adapter):
         raise CommandError(f"--adapter {adapter}: expected a directory with adapter_config.json")

@@ -104,20 +104,17 @@ def _train(settings: TrainSettings, task: Task, stop: StopOnInterrupt) -> int:
         if world.process_id == 0 and not settings.resume:
             about.write(own.out, job.model, tx, plan, num_devices, gauge)
         recorder = Recorder(sink, shown, history, gauge, times, writers)
+        train_step, eval_step = fz.train_step(job.model, tx, plan), fz.eval_step(job.model, plan)
+        feed = hosts.Feed(job.corpus, fz.layout(job.model, tx, plan))
         state = fit(
             state,
-            about.Observed(fz.train_step(job.model, tx, plan), own.out, settings.steps),
-            fz.eval_step(job.model, plan),
-            hosts.Feed(job.corpus, fz.layout(job.model, tx, plan)),
+            about.Observed(train_step, own.out, settings.steps),
+            partial(evaluate_state, eval_step, feed=feed, batch=_eval_batch(job)),
+            feed,
             recorder,
             stop,
-            num_steps=settings.steps,
-            batch=settings.batch,
-            eval_batch=_eval_batch(job),
-            eval_every=settings.eval_every,
-            seed=settings.seed,
-            save=saver.save,
-            save_every=settings.save_every,
+            settings,
+            saver.save,
         )
     stop.restore()
     _write_model(own, task, job, state, num_devices)

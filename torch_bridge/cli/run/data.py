@@ -20,14 +20,13 @@ from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.settings import STDLIB, DataSettings
 from torch_bridge.cli.run.corpus import Batch, entropy
 from torch_bridge.documents.rows import batch_rows
+from torch_bridge.documents.tokens import IGNORED
 
 
 IntArray = NDArray[np.int32]
 # A file's text, by a partial of what reads it and its path.
 Text = partial[bytes]
 
-# torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
-IGNORED = -100
 # One file in twenty validates: with the standard library's 700 files that is some half a million
 # bytes.
 VALIDATION_SHARE = 0.05
@@ -74,12 +73,38 @@ class Corpus:
         )
 
     def train_batch(self, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)) -> Batch:
-        """See `train_batch`."""
-        return train_batch(self, seed, step, size, who)
+        """The batch of step `step`, from (seed, step) alone: no step needs those before it.
+
+        Each epoch visits every sequence once, in an order drawn from (seed, epoch).
+
+        Args:
+            seed: of the order.
+            step: from 0.
+            size: sequences in the batch of all processes, which divide it.
+            who: this process and how many there are: only its own sequences are gathered, and those
+                of all, in their order, are the batch of one.
+        """
+        own = size // who[1]
+        numbers = batch_rows(len(self.train), seed, step, size)
+        tokens = self.train[numbers[who[0] * own : (who[0] + 1) * own]]
+        return {"input_ids": tokens, "labels": tokens}
 
     def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """See `validation_batches`."""
-        return validation_batches(self, size, who)
+        """The validation sequences in batches of one size; rows that fill the last count nothing.
+
+        Args:
+            size: sequences in the batch of all processes, which divide it.
+            who: as for `train_batch`.
+        """
+        own = size // who[1]
+        for start in range(who[0] * own, len(self.validation) + who[0] * own, size):
+            tokens = self.validation[start : start + own]
+            labels = self.labels[start : start + own]
+            missing = ((0, own - len(tokens)), (0, 0))
+            yield {
+                "input_ids": np.pad(tokens, missing),
+                "labels": np.pad(labels, missing, constant_values=IGNORED),
+            }
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:
         """Every token counts."""
@@ -111,46 +136,6 @@ def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
         byte_level=tokenizer is None,
         num_files=counts,
     )
-
-
-def train_batch(
-    corpus: Corpus, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)
-) -> Batch:
-    """The batch of step `step`, from (seed, step) alone: no step needs those before it.
-
-    Each epoch visits every sequence once, in an order drawn from (seed, epoch).
-
-    Args:
-        corpus: the text.
-        seed: of the order.
-        step: from 0.
-        size: sequences in the batch of all processes, which divide it.
-        who: this process and how many there are: only its own sequences are gathered, and those of
-            all, in their order, are the batch of one.
-    """
-    own = size // who[1]
-    numbers = batch_rows(len(corpus.train), seed, step, size)
-    tokens = corpus.train[numbers[who[0] * own : (who[0] + 1) * own]]
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def validation_batches(corpus: Corpus, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-    """The validation sequences in batches of one size; rows that fill the last count nothing.
-
-    Args:
-        corpus: the text.
-        size: sequences in the batch of all processes, which divide it.
-        who: as for `train_batch`.
-    """
-    own = size // who[1]
-    for start in range(who[0] * own, len(corpus.validation) + who[0] * own, size):
-        tokens = corpus.validation[start : start + own]
-        labels = corpus.labels[start : start + own]
-        missing = ((0, own - len(tokens)), (0, 0))
-        yield {
-            "input_ids": np.pad(tokens, missing),
-            "labels": np.pad(labels, missing, constant_values=IGNORED),
-        }
 
 
 def _texts(settings: DataSettings) -> tuple[list[Text], list[Text], tuple[int, int]]:

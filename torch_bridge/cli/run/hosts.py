@@ -61,12 +61,12 @@ class Feed:
         self.corpus, self._layout = corpus, layout
 
     def train(self, seed: int, step: int, size: int) -> Any:
-        """As `data.train_batch`."""
+        """The batch of a step; see `Source`."""
         who = self._whose(size)
         return self._placed(self.corpus.train_batch(seed, step, size, who), who)
 
     def validation(self, size: int) -> Iterator[Any]:
-        """As `data.validation_batches`."""
+        """All that validates; see `Source`."""
         who = self._whose(size)
         for batch in self.corpus.validation_batches(size, who):
             yield self._placed(batch, who)

@@ -14,6 +14,7 @@ from torch_bridge.cli.figures.gauge import Gauge
 from torch_bridge.cli.figures.progress import Display
 from torch_bridge.cli.figures.timings import Timings
 from torch_bridge.cli.figures.writers import Writer
+from torch_bridge.cli.flags.settings import TrainSettings
 from torch_bridge.cli.run.hosts import Feed
 from torch_bridge.cli.run.interrupt import StopOnInterrupt
 
@@ -183,29 +184,34 @@ def _add(one: dict[str, Any] | None, total: float, count: float) -> tuple[float,
 def fit(
     state: Any,
     train_step: TrainStep,
-    eval_step: EvalStep,
+    loss_of: Callable[[Any], float],
     feed: Feed,
     recorder: Recorder,
     stop: StopOnInterrupt,
-    *,
-    num_steps: int,
-    batch: int,
-    eval_batch: int,
-    eval_every: int,
-    seed: int,
+    settings: TrainSettings,
     save: Callable[[Any, int], None],
-    save_every: int,
 ) -> Any:
-    """Trains `state`; returns the one reached after `num_steps` steps, or at a Ctrl-C or SIGTERM.
+    """Trains `state`; returns the one reached after all steps, or at a Ctrl-C or SIGTERM.
 
     The validation loss is taken before the first step, every `eval_every` steps (0: never in
     between) and of the state that is returned. Every `save_every` steps (0: never), and at a
     Ctrl-C, the state is saved. The recorder's history says how many steps there have been.
+
+    Args:
+        state: with the parameters to begin with.
+        train_step: of it.
+        loss_of: the validation loss of a state.
+        feed: what it is trained on.
+        recorder: takes what is measured.
+        stop: says when to stop early.
+        settings: the run.
+        save: keeps a state after so many steps.
     """
-    history = recorder.history
+    history, num_steps = recorder.history, settings.steps
+    eval_every, save_every = settings.eval_every, settings.save_every
 
     def validate() -> None:
-        recorder.validation(done, evaluate_state(eval_step, state, feed, eval_batch))
+        recorder.validation(done, loss_of(state))
         recorder.timings.placed(state, done)
 
     done = history.steps_done
@@ -214,9 +220,10 @@ def fit(
         validate()
     stop.agree()
     while done < num_steps and not stop.agreed:
-        state, metrics = train_step(state, feed.train(seed, done, batch))
+        which = settings.seed, done, settings.batch
+        state, metrics = train_step(state, feed.train(*which))
         done += 1
-        recorder.step(done, metrics, feed.corpus.num_tokens(seed, done - 1, batch))
+        recorder.step(done, metrics, feed.corpus.num_tokens(*which))
         stop.agree()
         if done == num_steps or stop.agreed:
             break
