@@ -100,24 +100,6 @@ def _max_pool(
     return like(x, undivided(best, over_dims))
 
 
-@register_operator("aten.max_pool1d.default")
-@takes_last
-def max_pool1d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _max_pool(x, 1, *args, **kwargs)
-
-
-@register_operator("aten.max_pool2d.default")
-@takes_last
-def max_pool2d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _max_pool(x, 2, *args, **kwargs)
-
-
-@register_operator("aten.max_pool3d.default")
-@takes_last
-def max_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _max_pool(x, 3, *args, **kwargs)
-
-
 def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
     """Values and flat indices into the plane, the first of equal values as in torch."""
     plane = x.shape[-dims:]
@@ -131,16 +113,6 @@ def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax
         jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in (sliced, where)
     )
     return values, index.astype(canonical("int64"))
-
-
-@register_operator("aten.max_pool2d_with_indices.default")
-def max_pool2d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    return _with_index(x, 2, *args, **kwargs)
-
-
-@register_operator("aten.max_pool3d_with_indices.default")
-def max_pool3d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    return _with_index(x, 3, *args, **kwargs)
 
 
 def _lowest(x: jax.Array) -> Any:
@@ -217,22 +189,16 @@ def _avg_pool(
     return like(x, (total / np.asarray(counts, total.dtype)).astype(array.dtype))
 
 
-@register_operator("aten.avg_pool1d.default")
-@takes_last
-def avg_pool1d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _avg_pool(x, 1, *args, **kwargs)
+def _over_dims(pool: Any, dims: int) -> Any:
+    """Pooling over so many dims, which an operator's arguments do not say."""
+    return lambda x, *args, **kwargs: pool(x, dims, *args, **kwargs)
 
 
-@register_operator("aten.avg_pool2d.default")
-@takes_last
-def avg_pool2d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _avg_pool(x, 2, *args, **kwargs)
-
-
-@register_operator("aten.avg_pool3d.default")
-@takes_last
-def avg_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
-    return _avg_pool(x, 3, *args, **kwargs)
+for _dims in (1, 2, 3):
+    register_operator(f"aten.max_pool{_dims}d.default")(takes_last(_over_dims(_max_pool, _dims)))
+    register_operator(f"aten.avg_pool{_dims}d.default")(takes_last(_over_dims(_avg_pool, _dims)))
+for _dims in (2, 3):  # (1 is decomposed)
+    register_operator(f"aten.max_pool{_dims}d_with_indices.default")(_over_dims(_with_index, _dims))
 
 
 def _adaptive_bounds(n: int, out: int) -> list[tuple[int, int]]:

@@ -64,30 +64,28 @@ def prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = Non
     return jnp.prod(x, axis=axes_of(x, dim), keepdims=keepdim)
 
 
-@register_operator("aten.amax.default")
-def amax(x: jax.Array, dim: Dims = (), keepdim: bool = False) -> jax.Array:
-    return jnp.max(x, axis=axes_of(x, dim), keepdims=keepdim)
+def _register_extremes(name: str, end: Any, where: Any) -> None:
+    """The operators of the largest values, or of the smallest."""
+
+    @register_operator(f"aten.{name}.default", f"aten.a{name}.default")
+    def values(x: jax.Array, dim: Dims = (), keepdim: bool = False) -> Any:
+        return end(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+    @register_operator(f"aten.{name}.dim")
+    def with_index(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+        if x.ndim == 0:
+            return number_and_index(x)
+        return value_at(x, where(x, axis=dim, keepdims=True), dim, keepdim)
+
+    @register_operator(f"aten.arg{name}.default")
+    def index(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+        if not x.ndim:
+            return jnp.zeros((), canonical("int64"))
+        return where(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
 
 
-@register_operator("aten.amin.default")
-def amin(x: jax.Array, dim: Dims = (), keepdim: bool = False) -> jax.Array:
-    return jnp.min(x, axis=axes_of(x, dim), keepdims=keepdim)
-
-
-@register_operator("aten.max.default")
-def max_all(x: jax.Array) -> jax.Array:
-    return jnp.max(x)
-
-
-@register_operator("aten.min.default")
-def min_all(x: jax.Array) -> jax.Array:
-    return jnp.min(x)
-
-
-def _with_index(x: jax.Array, dim: int, keepdim: bool, argfn: Any) -> tuple[jax.Array, jax.Array]:
-    if x.ndim == 0:
-        return number_and_index(x)
-    return value_at(x, argfn(x, axis=dim, keepdims=True), dim, keepdim)
+_register_extremes("max", jnp.max, jnp.argmax)
+_register_extremes("min", jnp.min, jnp.argmin)
 
 
 def value_at(
@@ -103,30 +101,6 @@ def value_at(
 def number_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A 0-d array, which has one value, and its index."""
     return x, jnp.zeros((), canonical("int64"))
-
-
-@register_operator("aten.max.dim")
-def max_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _with_index(x, dim, keepdim, jnp.argmax)
-
-
-@register_operator("aten.min.dim")
-def min_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _with_index(x, dim, keepdim, jnp.argmin)
-
-
-@register_operator("aten.argmax.default")
-def argmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
-    if not x.ndim:
-        return jnp.zeros((), canonical("int64"))
-    return jnp.argmax(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
-
-
-@register_operator("aten.argmin.default")
-def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
-    if not x.ndim:
-        return jnp.zeros((), canonical("int64"))
-    return jnp.argmin(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
 
 
 @register_operator("aten.any.default", "aten.any.dim", "aten.any.dims")
