@@ -38,8 +38,8 @@ from torch_bridge.lightning import from_lightning as from_lightning
 from torch_bridge.losses import causal_lm_loss as causal_lm_loss
 from torch_bridge.lower import register_operator as register_operator
 from torch_bridge.lower import registered_operators as registered_operators
+from torch_bridge.module.moments import Moments as Moments
 from torch_bridge.module.signature import Output as Output
-from torch_bridge.moments import Moments as Moments
 from torch_bridge.moments import moments_of as moments_of
 from torch_bridge.moments import with_moments as with_moments
 from torch_bridge.optim import optimizer as optimizer

@@ -1,8 +1,4 @@
-"""Adam's moments by parameter name: what optimizers of PyTorch, DeepSpeed and optax have in common.
-
-Every reader and writer of optimizer state speaks `Moments`. Its values may be read lazily: out of
-files by byte range, or off the devices one leaf at a time, so that nobody holds all of them.
-"""
+"""Adam's moments in a state of optax: read out of it, and put into it."""
 
 from __future__ import annotations
 
@@ -24,12 +20,12 @@ from fzero.state.by_identity import GIVEN
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted
+from torch_bridge.module.moments import Moments
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import has_whole
 
 
-Array = np.ndarray[Any, Any] | LazyArray
 # States whose `count` is the number of updates done. (Others count failures, or microbatches.)
 _COUNTING = (
     optax.ScaleByAdamState,
@@ -37,22 +33,6 @@ _COUNTING = (
     optax.InjectHyperparamsState,
     optax.InjectStatefulHyperparamsState,
 )
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The state of Adam or AdamW.
-
-    Args:
-        step: updates done, as bias correction counts them.
-        exp_avg: running mean of the gradient by `state_dict` name of the parameter, in the shape
-            of the parameter. A tied parameter is there once, under any of its names.
-        exp_avg_sq: running mean of its square, for the same names.
-    """
-
-    step: int
-    exp_avg: Mapping[str, Array]
-    exp_avg_sq: Mapping[str, Array]
 
 
 def moments_of(converted: Converted | ConvertedSequential, opt_state: Any) -> Moments:

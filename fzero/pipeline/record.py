@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from fzero.errors import PipelineError
 from fzero.pipeline.execute import Executor, HeldValues
-from fzero.schedule.actions import Action, Schedule
+from fzero.schedule.actions import Action
+from fzero.schedule.medians import measured
 from fzero.schedule.order import Value, gives, needs
-from fzero.schedule.simulate import Cost, Event, Timeline
+from fzero.schedule.simulate import Event, Timeline
 
 
 # Python's own 5 ms are longer than many an action.
@@ -86,8 +86,7 @@ class Recording:
         first = min(event.start_s for event in events)
         moved = [Event(r, a, start - first, end - first) for r, a, start, end in events]
         moved.sort(key=lambda event: (event.rank, event.end_s))
-        cost = medians(moved, self._schedule)
-        return Timeline(self._schedule, cost, "measured", tuple(moved))
+        return measured(self._schedule, moved)
 
     def _noted(self) -> dict[Action, float]:
         """When actions ended, in the order of their dispatch.
@@ -169,21 +168,3 @@ def recorded(step: Any) -> Iterator[Recording]:
         sys.setswitchinterval(interval)
         executor.observer = before
         recording.finish()
-
-
-def medians(events: Sequence[Event], schedule: Schedule) -> Cost:
-    """The usual seconds of each stage's actions; of stages of other processes, all stages'."""
-    by: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for event in events:
-        seconds = event.end_s - event.start_s
-        for stage in (event.action.stage, -1):
-            by[stage, event.action.kind].append(seconds)
-    kinds = {kind for _, kind in by}
-
-    def cost(stage: int) -> Cost:
-        own = {k: statistics.median(by.get((stage, k)) or by[-1, k]) for k in sorted(kinds)}
-        whole = own.get("B", own.get("I", 0.0) + own.get("W", 0.0))
-        # A stage has all three: which it needs is the schedule's affair.
-        return Cost(own["F"], whole, own.get("I", whole), own.get("W", whole))
-
-    return Cost(per_stage=tuple(cost(stage) for stage in range(schedule.num_stages)))

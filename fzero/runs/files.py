@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.errors import FzeroError, ScheduleError
-from fzero.pipeline.record import medians
 from fzero.runs.trace import Copy
 from fzero.schedule.actions import Action, Schedule
+from fzero.schedule.medians import measured
 from fzero.schedule.simulate import Event, Timeline, simulate
 
 
@@ -115,7 +115,7 @@ class Run:
             Event(rank, Action.parse(text), start, end)
             for rank, text, start, end in self.timeline["events"]
         )
-        return Timeline(schedule, medians(events, schedule), "measured", events)
+        return measured(schedule, events)
 
     @cached_property
     def simulated(self) -> Timeline | None:

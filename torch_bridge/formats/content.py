@@ -13,7 +13,7 @@ import torch
 from fzero.errors import CheckpointError
 from fzero.summary import Printed, summary
 from torch_bridge.module.lazy_tensor import LazyTensor
-from torch_bridge.moments import Moments
+from torch_bridge.module.moments import Moments
 
 
 @dataclass(frozen=True)

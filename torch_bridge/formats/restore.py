@@ -29,7 +29,8 @@ from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
-from torch_bridge.moments import Moments, other_state, with_moments
+from torch_bridge.module.moments import Moments
+from torch_bridge.moments import other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import fit_leaves, missing_names
 

@@ -2,8 +2,8 @@
 
 - `names`: which tensor is which leaf; `adapters`: those of adapters. `signature`: arguments in,
   outputs out.
-- `weights`: tensors copied in and out; `lazy_tensor`: tensors in files; `initial`: values read when
-  they are needed.
+- `weights`: tensors copied in and out; `moments`: Adam's, by the same names; `lazy_tensor`: tensors
+  in files; `initial`: values read when they are needed.
 - `wrappers`: modules in others; `quantized_linear`: weights in few bits; `quantisers`: those whose
   weights are refused.
 """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fzero as fz
-from torch_bridge.moments import Moments
+from torch_bridge.module.moments import Moments
 
 
 LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.99), 1e-8, 0.05

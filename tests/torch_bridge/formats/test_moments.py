@@ -24,7 +24,8 @@ from torch_bridge.formats.adam import groups_of, read_optimizer, step_of
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.formats.dcp import _divide
 from torch_bridge.module.lazy_tensor import in_memory
-from torch_bridge.moments import Moments, moments_of, with_moments
+from torch_bridge.module.moments import Moments
+from torch_bridge.moments import moments_of, with_moments
 
 
 @pytest.fixture(autouse=True)
