@@ -134,14 +134,13 @@ def costs_of(found: Preflight) -> tuple[StepCost, ...]:
     }
     for use in found.collectives:
         kind = _KINDS.get(use.kind, "reductions")
-        key = kind, f"{_WORDS[kind]} over {use.axes}, beside nothing"
+        key = kind, f"{kind} over {use.axes}, beside nothing"
         spent[key] = spent.get(key, 0.0) + use.times * use.exposed_seconds
     made = [StepCost(kind, what, seconds) for (kind, what), seconds in spent.items() if seconds > 0]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
 
 _KINDS = {"all-gather": "gathers", "send": "sends", "collective-permute": "sends"}
-_WORDS = {"gathers": "gathers", "reductions": "reductions", "sends": "sends"}
 
 
 def explain(found: Preflight, again: Callable[[Plan], Preflight], most: int) -> Explanation:

@@ -11,11 +11,12 @@ batch norm, which is per device as anywhere.
 from __future__ import annotations
 
 import contextvars
+import itertools
 import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -214,16 +215,14 @@ def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
     """Prime numbers that divide no other dim: of a device's rows, and of those of all."""
     dims = [dim for leaf in jax.tree.leaves(shapes) for dim in leaf.shape]
     dims += [dim for leaf in jax.tree.leaves(rows) for dim in leaf.shape[1:]]
-    free = (p for p in _primes(199) if all(dim == 0 or dim % p for dim in dims))
+    free = (
+        p for p in itertools.count(199) if _is_prime(p) and all(dim == 0 or dim % p for dim in dims)
+    )
     return next(free), next(free)
 
 
-def _primes(start: int) -> Iterator[int]:
-    number = start
-    while True:
-        if all(number % other for other in range(2, math.isqrt(number) + 1)):
-            yield number
-        number += 1
+def _is_prime(number: int) -> bool:
+    return all(number % other for other in range(2, math.isqrt(number) + 1))
 
 
 class _Follow:

@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.export.watch.forward import failing_line
+from torch_bridge.module.quantized_linear import QuantizedLinear
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
@@ -481,3 +483,14 @@ def test_modes_of_one_graph_that_differ_in_sizes_or_in_what_they_return(kind: An
     got, want = converted(x.numpy()), module(x)
     for name in ("a", "b") if kind is Renamed else (...,):
         np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_a_line_of_the_bridge_s_own_layers_is_not_named_as_a_user_s() -> None:
+    net = nn.Sequential(Two(), nn.Linear(4, 4))
+    net[0].a = QuantizedLinear(nn.Linear(4, 4), "int8")  # type: ignore[union-attr]
+    with pytest.raises(ConversionError) as caught:
+        net(torch.zeros(2, 4, dtype=torch.int64))
+    found = failing_line(caught.value, net)
+    assert found is not None
+    assert found[0] == "0"
+    assert found[1].endswith("return self.b(self.a(x))")

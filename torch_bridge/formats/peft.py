@@ -97,20 +97,17 @@ def write_adapter(
             (temporary / CONFIG).write_text(text, encoding="utf-8")
 
 
-def fit_adapter(
-    converted: Any, folder: str | os.PathLike[str], name: str | None = None
-) -> dict[str, LazyTensor]:
+def fit_adapter(converted: Any, folder: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """The tensors of an adapter in a folder by leaf name, in the leaves' dtypes.
 
     Args:
         converted: a converted module with adapters.
         folder: where it is.
-        name: which of the module's adapters it shall be.
 
     Raises:
         CheckpointError: damaged, or it does not fit.
     """
-    found = pick(converted.adapters, name, "restore")
+    found = pick(converted.adapters, None, "restore")
     leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
     shapes = {leaf: leaves[leaf].shape for leaf in found.keys}
     given = fitted(found, shapes, read_fitting(folder, found), str(folder))

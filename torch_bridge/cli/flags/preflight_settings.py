@@ -13,6 +13,13 @@ from fzero.preflight.topology import parse, require_plugin
 from torch_bridge.cli.errors import CommandError
 
 
+# Flags that are fields of the plan as they are.
+_OF_PLAN = (
+    "zero", "gather", "data", "replica", "pipe", "schedule", "microbatches", "remat", "reduce",
+    "reduce_dtype", "gather_dtype", "precision",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PreflightSettings:
     """One `fzero preflight` as data; the fields are the flags of the command."""
@@ -96,19 +103,6 @@ class PreflightSettings:
         """The plan of the flags."""
         secondary = self.secondary
         number = secondary is not None and secondary.isdecimal()
-        return fz.Plan(
-            zero=self.zero,
-            gather=self.gather,
-            data=self.data,
-            replica=self.replica,
-            pipe=self.pipe,
-            schedule=self.schedule,
-            microbatches=self.microbatches,
-            remat=self.remat,
-            reduce=self.reduce,
-            reduce_dtype=self.reduce_dtype,
-            gather_dtype=self.gather_dtype,
-            secondary=int(secondary) if secondary and number else secondary,
-            precision=self.precision,
-            clip_norm=self.clip,
-        )
+        same = {name: getattr(self, name) for name in _OF_PLAN}
+        kept = int(secondary) if secondary and number else secondary
+        return fz.Plan(**same, secondary=kept, clip_norm=self.clip)
