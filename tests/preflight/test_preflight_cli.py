@@ -242,7 +242,7 @@ def test_without_the_plugin_it_says_so_and_offers_cpus(monkeypatch):
 
 
 def test_devices_that_are_not_here_cannot_be_measured(monkeypatch):
-    from torch_bridge.cli.jobs import preflight_run
+    from torch_bridge.cli.deeds import preflight_run
 
     with pytest.raises(CommandError, match="h200:8 needs 8 devices of that kind, there are 0"):
         preflight_run._devices(topology.parse("h200:8"))

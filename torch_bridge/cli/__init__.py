@@ -7,5 +7,5 @@ folder that is imported when the command runs; each imports only from those befo
 - `errors`: what ends a command without a traceback; `figures`: what is shown of a run, and kept.
 - `flags`: what commands are asked, and settings made of it.
 - `devices`, `models`: what a command runs on, and the module behind `--model`.
-- `run`: a training run. `jobs`: what the other commands do.
+- `run`: a training run. `deeds`: what the other commands do.
 """

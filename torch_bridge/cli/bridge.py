@@ -51,7 +51,7 @@ def check(
     Prints a table by submodule and the first value that differs; exits with 1 if one does.
     """
     # torch and transformers take seconds to import.
-    from torch_bridge.cli.jobs import bridge_run
+    from torch_bridge.cli.deeds import bridge_run
 
     report = bridge_run.check(model, inputs or [], batch, seq, seed)
     if json_file is not None:

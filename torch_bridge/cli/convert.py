@@ -36,6 +36,6 @@ def convert(
     Nothing in IN is ever executed. Adam's moments come along where both formats have them.
     """
     # torch takes seconds to import.
-    from torch_bridge.cli.jobs import checkpoint_run
+    from torch_bridge.cli.deeds import checkpoint_run
 
     print(checkpoint_run.convert(source, target, to, dtype, max_shard_size))

@@ -45,7 +45,7 @@ def generate(
     without a tokenizer is one of bytes, as `fzero train` trains it.
     """
     # torch and transformers take seconds to import.
-    from torch_bridge.cli.jobs import generate_run
+    from torch_bridge.cli.deeds import generate_run
 
     generate_run.generate(
         GenerateSettings(

@@ -23,6 +23,6 @@ def inspect(
     Nothing in it is ever executed, and no tensor is read.
     """
     # torch takes seconds to import.
-    from torch_bridge.cli.jobs import checkpoint_run
+    from torch_bridge.cli.deeds import checkpoint_run
 
     print(checkpoint_run.inspect(path, as_json), end="")

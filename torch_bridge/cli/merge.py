@@ -34,6 +34,6 @@ def merge(
     Weights keep their dtype: the sum is computed in fp32 and rounded once.
     """
     # torch and transformers take seconds to import.
-    from torch_bridge.cli.jobs import merge_run
+    from torch_bridge.cli.deeds import merge_run
 
     merge_run.merge(model, adapter, out, undo, overwrite)

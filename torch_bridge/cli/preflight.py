@@ -146,6 +146,6 @@ def preflight(
     settings = PreflightSettings(**given, sweep=words)
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli.jobs import preflight_run
+    from torch_bridge.cli.deeds import preflight_run
 
     preflight_run.run(settings)
