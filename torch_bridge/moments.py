@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import optax
 
-from fzero.axes import PIPE
 from fzero.errors import CheckpointError, StateConsumedError
 from fzero.optimizer.small_moments import SmallMomentsState
 from fzero.sharding.lazy_array import Index, LazyArray, Stacked
-from fzero.sharding.relayout import copy_leaf
+from fzero.sharding.relayout import TO_ONE_RANK, copy_leaf, over_ranks
 from fzero.state.by_identity import GIVEN
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
@@ -226,11 +225,10 @@ class _Found:
                     f"{operation}: opt_state/{path} was consumed by a step; use the state that"
                     " the step returned"
                 )
-            if PIPE in getattr(getattr(leaf, "sharding", None), "spec", ()):
+            if over_ranks(leaf):
                 raise CheckpointError(
                     f"{operation}: the layers of opt_state/{path} are spread over the ranks of a"
-                    " pipeline: bring the state to one rank with"
-                    " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+                    f" pipeline: {TO_ONE_RANK}"
                 )
         require_on_device([(f"opt_state/{path}", leaf) for path, leaf in both], operation)
 

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import torch
 
-from fzero.axes import PIPE
 from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.lazy_array import Index
+from fzero.sharding.relayout import TO_ONE_RANK, over_ranks
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.selection import read_from
@@ -184,12 +184,10 @@ def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, A
     """Params or buffers with the layers of every stack in order."""
 
     def restored(link: str, name: str, leaf: Any) -> Any:
-        spread = PIPE in getattr(getattr(leaf, "sharding", None), "spec", ())
-        if spread and link not in homes:
+        if over_ranks(leaf) and link not in homes:
             raise CheckpointError(
                 f"the layers of `{name}` are spread over the ranks of a pipeline: pass the state's"
-                " plan as well, or bring the state to one rank with"
-                " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+                f" plan as well, or {TO_ONE_RANK}"
             )
         home = homes.get(link)
         return _Layers(leaf, home.order) if home is not None and home.rows else leaf

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import torch
 
-from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError, warn
 from fzero.plan import Plan
 from fzero.report.layout import layout
+from fzero.sharding.relayout import TO_ONE_RANK, over_ranks
 from fzero.state.init import init
 from fzero.state.require import require_alive
 from fzero.state.selection import read_from
@@ -366,11 +366,10 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
     tensors = named_tensors(module)
     values: dict[str, Any] = {}
     for name, value in {**links_merged(state.params), **links_merged(state.buffers)}.items():
-        if PIPE in getattr(getattr(value, "sharding", None), "spec", ()):
+        if over_ranks(value):
             raise CheckpointError(
-                f"load_into: the layers of `{name}` are spread over the ranks of a pipeline: bring"
-                " the state to one rank with fz.replan(state, model, tx, plan,"
-                " plan.replace(pipe=1))"
+                f"load_into: the layers of `{name}` are spread over the ranks of a pipeline:"
+                f" {TO_ONE_RANK}"
             )
         values |= _rows(name, value, tensors)
     wrong = [n for n, v in values.items() if n not in tensors or not _fits(v, tensors[n])]

@@ -27,6 +27,10 @@ from fzero.sharding.split import Home, Split
 
 # Start and stop for each dim.
 Spans = tuple[tuple[int, int], ...]
+# What helps where the layers of a state would have to be on one rank.
+TO_ONE_RANK = (
+    "bring the state to one rank with fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,12 @@ def ways_of(leaf: Any) -> tuple[int, ...]:
     shard = leaf.sharding.shard_shape(tuple(leaf.shape))
     ways = tuple(n // m if m else 1 for n, m in zip(leaf.shape, shard, strict=True))
     # In a pipeline dim 0 is layers in the rows of ranks, of which `Kept.rows` tells.
-    return (1, *ways[1:]) if PIPE in getattr(leaf.sharding, "spec", ()) else ways
+    return (1, *ways[1:]) if over_ranks(leaf) else ways
+
+
+def over_ranks(leaf: Any) -> bool:
+    """Whether the layers of a stack's leaf are spread over the ranks of a pipeline."""
+    return PIPE in getattr(getattr(leaf, "sharding", None), "spec", ())
 
 
 def filled_up(shape: tuple[int, ...], ways: Sequence[int]) -> tuple[int, ...]:

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.axes import PIPE
 from fzero.errors import StateError
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, initial_shapes
 from fzero.sharding.homes import cut_into_stages
-from fzero.sharding.relayout import Kept, filled_up, relayout, ways_of
+from fzero.sharding.relayout import TO_ONE_RANK, Kept, filled_up, over_ranks, relayout, ways_of
 from fzero.sharding.split import Split, map_splits
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
@@ -73,11 +72,10 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
     def own(path: Any, name: str, leaf: Any, to: Any) -> jax.Array:
         home = homes[key_name(path[0])] if homes else None
         at = getattr(leaf, "sharding", None)
-        if home is None and PIPE in getattr(at, "spec", ()):
+        if home is None and over_ranks(leaf):
             raise StateError(
                 f"logical: the layers of {name} are spread over the ranks of a pipeline: pass the"
-                " state's plan as well, or bring the state to one rank with fz.replan(state, model,"
-                " tx, plan, plan.replace(pipe=1))"
+                f" state's plan as well, or {TO_ONE_RANK}"
             )
         if not isinstance(at, NamedSharding) and leaf.shape != to.shape:
             raise StateError(

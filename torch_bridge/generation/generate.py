@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from fzero.axes import PIPE
 from fzero.errors import BatchError, ConversionError, PlacementError
+from fzero.sharding.relayout import TO_ONE_RANK
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
@@ -187,8 +188,7 @@ def _mesh(state: Mapping[str, Any]) -> Any:
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     if len(meshes) > 1 or any(PIPE in mesh.axis_names for mesh in meshes):
         raise PlacementError(
-            "generate: the layers are spread over the ranks of a pipeline; bring the state to one"
-            " rank with fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+            f"generate: the layers are spread over the ranks of a pipeline; {TO_ONE_RANK}"
         )
     mesh = next(iter(meshes), None)
     return None if mesh is None or mesh.size == 1 else mesh
