@@ -9,10 +9,12 @@ import json
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -104,7 +106,8 @@ def join(
         _prepare_transfers(world)
         initialize.setdefault("heartbeat_timeout_seconds", max(100, math.ceil(2 * limit_s)))
         try:
-            jax.distributed.initialize(**world.arguments, **initialize)
+            with _handler_kept():
+                jax.distributed.initialize(**world.arguments, **initialize)
         except (RuntimeError, ValueError) as error:
             raise HostsError(f"join: jax.distributed ({world.source}): {error}") from error
     if world.num_processes != 1:
@@ -124,6 +127,15 @@ def fail(error: BaseException, code: int, shown: str) -> None:
     """Tells the other processes that this one fails, and ends it; returns where it is alone."""
     if _JOINED.watch is not None:
         end_with(_JOINED.watch, error, code, shown)
+
+
+@contextlib.contextmanager
+def _handler_kept() -> Iterator[None]:
+    """What a program does at SIGTERM stays: jax puts a note of its own in its place."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _limit(limit_s: float | None) -> float:

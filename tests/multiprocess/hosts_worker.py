@@ -107,8 +107,13 @@ def refusal(call: Any) -> str:
     return "nothing"
 
 
+ASKED: list[str] = []  # what a handler of the program's own noted
+
+
 def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "agrees":
+        signal.signal(signal.SIGTERM, lambda *_: ASKED.append("SIGTERM"))
     world = fz.join(limit_s=float(os.environ.get("LIMIT_S", "60")))
     found = globals()[what](folder, world)
     (folder / f"{what}-{world.process_id}.json").write_text(json.dumps(found))
@@ -118,7 +123,9 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     """Everything that processes compare; what each call that differs between them says."""
     me, tx, plan = world.process_id, optax.adam(1e-2), fz.Plan(zero=1)
     assert fz.join() is world
+    os.kill(os.getpid(), signal.SIGTERM)
     said = {
+        "asked": ASKED,
         "seed": refusal(lambda: fz.init(model(), tx, plan, rng=me)),
         "plan": refusal(lambda: fz.init(model(), tx, fz.Plan(zero=1, clip_norm=1.0 + me))),
         "model": refusal(lambda: fz.init(model(4 + me), tx, plan)),

@@ -116,6 +116,7 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
     assert code == 0, shown
     said, other = results(tmp_path, "agrees")
     assert said == other  # the same message in both
+    assert said["asked"] == ["SIGTERM"]  # jax has a handler of its own, which would take its place
     assert "Address already in use" in said["port"]
     differ = "HostsError: init: processes differ in "
     assert said["seed"].startswith(differ + "seed: "), said["seed"]
