@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from fzero.errors import PlacementError
 from fzero.storage import requests
+from fzero.storage.handle import Handle, typed
 from fzero.storage.requests import Shard
 from fzero.storage.scratch import (
     UNCHANGED,
@@ -43,7 +43,7 @@ from fzero.storage.scratch import (
 from fzero.tree import is_plain, leaf_bytes
 
 
-__all__ = ["DiskArray", "Handle", "read", "read_async", "write", "write_async"]
+__all__ = ["DiskArray", "read", "read_async", "write", "write_async"]
 
 # Which part of an array: first and last element (exclusive) in each dim.
 Index = tuple[tuple[int, int], ...]
@@ -64,58 +64,6 @@ class _StoredShard:
     nbytes: int
     extent: Extent
     checksums: tuple[int, ...]
-
-
-class Handle:
-    """What stands for an array that is not, or not whole, in one memory: it has its shape."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole array."""
-        return math.prod(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        """Dims."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return leaf_bytes(self)
-
-    @property
-    def __jax_array__(self) -> Any:
-        """Asked for by `jax.jit`, `jax.lax.scan` and the like, where one is among the arguments."""
-        return self._used()
-
-    def _used(self, *_: Any, **__: Any) -> Any:
-        raise PlacementError(
-            f"a leaf {_typed(self.shape, self.dtype)} is on disk, in pieces or on its way; expected"
-            " an array in device memory. `fz.reload(state)` brings it back."
-        )
-
-    def _computed(self, *_: Any, **__: Any) -> Any:
-        """Python's operators and what arrays can do: `jax.tree.map(lambda x: x / 2, state)`."""
-        return self._used()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _computed
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = _computed
-    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __float__ = __int__ = _computed
-    astype = copy = reshape = _computed
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise PlacementError(
-            f"a leaf {_typed(self.shape, self.dtype)} is on disk, in pieces or on its way: a handle"
-            " cannot be pickled. Reload the state first (fz.reload), or save a checkpoint."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,14 +115,12 @@ class DiskArray(Handle):
         """How it is read and written: `direct`, or `buffered` and why."""
         return self._file.mode
 
-    def _used(self, *_: Any, **__: Any) -> Any:
-        raise PlacementError(
-            f"`{self.name}` ({_typed(self.shape, self.dtype)}, {self.nbytes:,} bytes) is on disk in"
+    def _where(self) -> str:
+        return (
+            f"`{self.name}` ({typed(self.shape, self.dtype)}, {self.nbytes:,} bytes) is on disk in"
             f" {self.directory}; expected an array in device memory. `fz.reload(state)` brings it"
             " back."
         )
-
-    __array__ = _used
 
     def __deepcopy__(self, _: Any) -> DiskArray:
         return self
@@ -460,12 +406,8 @@ def _index(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
 
 
 def _what(name: str, number: int, count: int, shape: Sequence[int], dtype: Any) -> str:
-    whole = f"`{name}` ({_typed(shape, dtype)})"
+    whole = f"`{name}` ({typed(shape, dtype)})"
     return whole if count == 1 else f"shard {number} of {count} of {whole}"
-
-
-def _typed(shape: Sequence[int], dtype: Any) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 @contextlib.contextmanager

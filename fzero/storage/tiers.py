@@ -28,7 +28,8 @@ import numpy as np
 
 from fzero.compat import is_traced_on_host
 from fzero.errors import PlacementError, some_of
-from fzero.storage.disk import DiskArray, Handle
+from fzero.storage.disk import DiskArray
+from fzero.storage.handle import Handle
 from fzero.tree import PyTree, leaf_bytes
 
 

@@ -15,6 +15,7 @@ import disk_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from disk_cases import LAYOUTS, assert_same, bits, bytes_held, files_in, layout
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from fzero import PlacementError
 from fzero.storage import disk, requests, scratch
+from fzero.storage.tiers import Slabs
 from tests.support.memory import resident_bytes
 
 
@@ -304,6 +306,27 @@ def test_a_handle_is_no_array(tmp_path):
     with pytest.raises(AttributeError):
         handle.shape = (4,)
     assert handle.describe() == "direct" or handle.describe().startswith("buffered: ")
+
+
+ASKED = (
+    lambda x: x.at[0].set(1), lambda x: x.mean(), lambda x: x.T, lambda x: x == 0, bool, len, list,
+    lambda x: jnp.float32(1) != x, np.asarray, np.sum, lambda x: optax.global_norm({"mu": x}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["on disk", "in pieces"])
+def test_what_a_leaf_would_be_asked_for_is_refused_and_not_guessed(where, tmp_path):
+    """Python answers `leaf == 0` and `bool(leaf)` for any object, numpy makes an array of it."""
+    whole = jnp.zeros(4)
+    (handle,) = disk.write([whole], tmp_path, ["opt_state/mu"])
+    if where == "in pieces":
+        handle = Slabs((4,), whole.dtype, whole.sharding, 0, (whole[:2], whole[2:]))
+    for ask in ASKED:
+        with pytest.raises(PlacementError, match=r"float32\[4\].* `fz.reload\(state\)` brings"):
+            ask(handle)
+    assert handle in [handle]
+    assert handle != Slabs((4,), whole.dtype, None, 0, ())
+    assert not hasattr(handle, "at")  # an error of attributes, as Python expects
 
 
 def test_fifty_cycles_leave_nothing(tmp_path):
