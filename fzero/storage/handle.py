@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -78,10 +78,12 @@ class Handle:
 
     __hash__ = object.__hash__
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_ARRAYS:
-            raise _NotThere(self._where())
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # to a type checker it has what it has
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_ARRAYS:
+                raise _NotThere(self._where())
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __copy__(self) -> Any:
         return self

@@ -310,7 +310,7 @@ def test_a_handle_is_no_array(tmp_path):
 
 ASKED = (
     lambda x: x.at[0].set(1), lambda x: x.mean(), lambda x: x.T, lambda x: x == 0, bool, len, list,
-    lambda x: jnp.float32(1) != x, np.asarray, np.sum, lambda x: optax.global_norm({"mu": x}),
+    lambda x: jnp.float32(1) != x, np.asarray, np.sum, lambda x: optax.tree.norm({"mu": x}),
 )  # fmt: skip
 
 
