@@ -131,3 +131,44 @@ def test_a_copy_of_what_is_on_disk_says_that_it_was_consumed_with_the_other(tmp_
     fz.train_step(MODEL, TX, plan, devices=DEVICES)(state, tiny.points())
     with pytest.raises(fz.StateConsumedError, match="a copy of what is on disk"):
         fz.reload(copied)
+
+
+STACKED = fz.Sequential(
+    [fz.Stack("blocks", 3, tiny.block_init, tiny.block)],
+    loss=lambda x, batch: jnp.mean(x),
+    init=({"blocks": {"w": np.ones((3, 2, 2), np.float32), "b": np.zeros((3, 2))}}, {}),
+)
+FILLED = {
+    "data": (MODEL, PLAN, "odd", 1),
+    "layers": (STACKED, tiny.plan(pipe=2, data=1, microbatches=2, partition=(1, 2)), "blocks/w", 0),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_an_edit_that_moves_fillings_among_values_is_refused(name):
+    """A layer was lost, and zeros were one."""
+    model, plan, path, dim = FILLED[name]
+    state = fz.init(model, None, plan, devices=DEVICES)
+    for moved in (lambda x: jnp.flip(x, dim), lambda x: jnp.roll(2 * x, 1, dim)):
+        edit = lambda x, moved=moved: moved(x) if x.ndim > dim else x  # noqa: E731
+        with pytest.raises(fz.StateError, match=rf"replace: zeros .* params/{path} have moved"):
+            state.replace(params=jax.tree.map(edit, state.params))
+    # What an edit makes of the zeros where they are is nobody's concern.
+    noise = jax.tree.map(lambda x: x + 1, state.params)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    first = jax.tree.map(lambda x: x.at[:1].set(0) if x.ndim else x, state.params)
+    for params in (noise, zeros, first):
+        assert state.replace(params=params).params is params
+
+
+def test_values_move_within_a_leaf_where_nothing_is_filled_up():
+    model, plan, _, _ = FILLED["layers"]
+    flat, here = plan.replace(pipe=1), DEVICES[:1]
+    state = fz.init(model, None, plan, devices=DEVICES)
+    one = fz.replan(state, model, None, plan, flat, devices=here)
+    scale = jnp.arange(1.0, 4.0)[:, None, None]
+    weights = {**one.params["blocks"], "w": (one.params["blocks"]["w"] * scale)[::-1]}
+    turned = one.replace(params={"blocks": weights})
+    back = fz.replan(turned, model, None, flat, plan, devices=DEVICES)
+    found = fz.logical(model, back, plan)["blocks"]["w"]
+    assert found[:, 0, 0].tolist() == [3, 2, 1]

@@ -11,7 +11,7 @@ import jax
 from fzero.loss_scaling import LossScale
 from fzero.sharding.homes import StackRows
 from fzero.sharding.split import OwnShapes
-from fzero.state import compute_copy, row_order
+from fzero.state import compute_copy, filling, row_order
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree
 
@@ -89,7 +89,13 @@ class TrainState(Printed):
         Everything else stays: moments and averages go on from what they were. For averages that
         begin again at new parameters, `fz.replan(state.replace(params=..., ema=None), model, tx,
         plan.replace(ema=None), plan)`.
+
+        Raises:
+            StateError: zeros that fill up `params` have moved among their values (`x[::-1]`), or
+                arrays are of a state whose layers are kept in another order.
         """
+        if "params" in changes:
+            filling.require_unmoved(self.params, changes["params"], self.rows, self.padded)
         new = dataclasses.replace(self, **changes)
         if "params" not in changes or "compute" in changes or self.compute is None:
             return new

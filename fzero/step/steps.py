@@ -124,7 +124,7 @@ class TrainStep(_Step):
             rest = [value for name, value in fields_of(state).items() if name not in fields]
             forget(given, rest, (new, metrics))
         require_finite(self.name, metrics)
-        state = state.replace(**new)
+        state = dataclasses.replace(state, **new)
         compute_copy.pair(state.params, state.compute)
         self._checks.trust(state)
         if self.stream is not None:
