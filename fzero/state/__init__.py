@@ -8,6 +8,7 @@
   `selection`: which of the two an evaluation reads.
 - `require`, `fingerprint`: what operations ask of a state; what processes must have in common.
   `comparison`: `check_same`, `check_finite`.
-- `row_order`: in which rows a stack's layers are kept. `by_identity`: what is known of an array
-  while it lives, such as to what it was given away.
+- `row_order`: in which rows a stack's layers are kept. `filling`: zeros that fill leaves up stay
+  where they are. `by_identity`: what is known of an array while it lives, such as to what it was
+  given away.
 """
