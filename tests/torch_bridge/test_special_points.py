@@ -291,8 +291,10 @@ def test_between_infinities_a_mean_begins_at_the_nearer_end():
 def test_variances_of_too_few_rows():
     x = torch.tensor([[1.0, 2.0], [3.0, 3.0]])
     for correction in (2, 4):  # of which PyTorch warns
-        want, got, *_ = both(lambda x, c=correction: x.std(1, correction=c), x)
-        np.testing.assert_array_equal(got, want)
+        for of in (torch.std, torch.var):
+            want, got, *slopes = both(lambda x, of=of, c=correction: of(x, 1, correction=c), x)
+            np.testing.assert_array_equal(got, want)
+            np.testing.assert_array_equal(slopes[1], slopes[0])
 
 
 @pytest.mark.parametrize("include_self", [True, False])
@@ -317,6 +319,57 @@ def test_labels_that_are_certain_or_impossible_have_a_ctc_loss():
     want, got, _, slopes = both(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths), x)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(slopes[0], 0)  # of -inf PyTorch's are NaN
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_labels_that_do_not_fit_have_an_infinite_ctc_loss_without_a_slope(zero):
+    """PyTorch's slope of them is NaN: a step that takes one is no step."""
+    labels, steps, lengths = torch.tensor([[1, 2, 1], [1, 1, 1]]), (4, 3), (3, 3)
+    x = torch.linspace(-2, 1, 32).reshape(4, 2, 4).sin()
+    for reduction in ("none", "mean"):
+        want, got, wanted, found = both(
+            lambda x, reduction=reduction: F.ctc_loss(
+                x.log_softmax(2), labels, steps, lengths, zero_infinity=zero, reduction=reduction
+            ),
+            x,
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5, atol=1e-6)
+        assert np.isnan(found[0]).any() != zero
+
+
+def test_a_ctc_losss_gradient_is_nearer_to_the_true_one_than_pytorchs():
+    """PyTorch's float32 kernel is up to 1e-4 off; ours not."""
+    x = (torch.arange(38 * 4 * 15.0).reshape(38, 4, 15) * 1.7).sin() * 6
+    given = torch.tensor([[3], [1], [7], [2]]), (38, 30, 21, 38), (1, 1, 1, 1)
+    exact = x.double().requires_grad_()
+    (truth,) = torch.autograd.grad(F.ctc_loss(exact.log_softmax(2), *given), exact)
+    *_, (theirs,), (ours,) = both(lambda x: F.ctc_loss(x.log_softmax(2), *given), x)
+    off, theirs_off = (np.abs(g - truth.numpy()).max() for g in (ours, theirs))
+    assert off < 2e-5 * truth.abs().max()
+    assert off < theirs_off
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("how", [{}, {"dilation": 2}, {"return_indices": True}], ids=str)
+def test_the_gradient_of_a_window_of_masked_elements_goes_to_its_first_one(how, dims):
+    """Not to the padding, which is -inf, too."""
+    x = torch.full((1, 2, *[4] * dims), -INF)
+    x[0, 1, ..., 1] = torch.finfo(torch.float32).min
+    x[0, 1, ..., 3] = 5
+    pool = getattr(F, f"max_pool{dims}d")
+    given = {"kernel_size": 3, "stride": 2, "padding": 1, **how}
+    if not how.get("return_indices"):
+        return agree(lambda x: pool(x, **given), x)
+    agree(lambda x: pool(x, **given)[0], x)
+    agree(lambda x: pool(x, **given)[1], x)
+
+
+def test_a_running_sum_of_exponentials_goes_on_behind_infinity():
+    x = torch.tensor([[INF, 0.0, 1.0], [1.0, INF, INF], [-INF, 1.0, INF]])
+    want, got, wanted, found = both(lambda x: x.logcumsumexp(1), x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("upper", [False, True])

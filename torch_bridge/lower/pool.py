@@ -90,14 +90,39 @@ def _max_pool(
         # lax.reduce_window has no gradient with dilated windows.
         if isinstance(x, Last):
             return _max_pool(x.in_order(), dims, kernel, stride, padding, dilation, ceil_mode)
-        sliced = _window_slices(x, windows, _lowest(x))
-        best = jnp.argmax(sliced, axis=-1, keepdims=True)
-        return jnp.squeeze(jnp.take_along_axis(sliced, best, axis=-1), -1)
+        return _best_slices(x, windows)[0]
     array, _ = features(x)
     # XLA's partitioner gives wrong gradients of windows that overlap over a divided dim.
     over_dims = range(windows.lead, windows.lead + dims)
-    best = windows.reduce(undivided(array, over_dims), _lowest(array), jax.lax.max)
+    best = _largest_of(windows)(undivided(array, over_dims))
     return like(x, undivided(best, over_dims))
+
+
+def _largest_of(windows: _Windows) -> Any:
+    """The largest value of each window; of only -inf its first element has the gradient."""
+
+    def largest(x: jax.Array) -> jax.Array:
+        return windows.reduce(x, _lowest(x), jax.lax.max)
+
+    if not any(low or high for low, high in windows.edges):
+        return largest
+    valued = jax.custom_jvp(largest)
+
+    def tangent(given: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        (x,), (dx,) = given, tangents
+        return valued(x), jax.jvp(largest, (_above_padding(jax.lax.stop_gradient(x)),), (dx,))[1]
+
+    valued.defjvp(tangent)
+    return valued
+
+
+def _above_padding(x: jax.Array) -> jax.Array:
+    """The same order, with all elements above the -inf of padding."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    lowest = jnp.asarray(jnp.finfo(x.dtype).min, x.dtype)
+    above = jnp.nextafter(lowest, jnp.zeros((), x.dtype))
+    return jnp.where(x == -jnp.inf, lowest, jnp.where(x == lowest, above, x))
 
 
 def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
@@ -106,12 +131,7 @@ def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax
     flat = jnp.arange(math.prod(plane), dtype=np.int32)
     index = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
     windows = _Windows(x, dims, *_pool_args(*args, **kwargs))
-    sliced = _window_slices(x, windows, _lowest(x))
-    where = _window_slices(index, windows, 0)
-    best = jnp.argmax(jax.lax.stop_gradient(sliced), axis=-1, keepdims=True)
-    values, index = (
-        jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in (sliced, where)
-    )
+    values, index = _best_slices(x, windows, index)
     return values, index.astype(canonical("int64"))
 
 
@@ -157,6 +177,14 @@ def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
         strides = (*(1,) * windows.lead, *windows.stride)
         slices.append(jax.lax.slice(padded, start, stop, strides))
     return jnp.stack(slices, axis=-1)
+
+
+def _best_slices(x: jax.Array, windows: _Windows, *beside: jax.Array) -> tuple[jax.Array, ...]:
+    """The largest value of each window, and what stands in its place in other arrays."""
+    compared = _window_slices(_above_padding(jax.lax.stop_gradient(x)), windows, _lowest(x))
+    best = jnp.argmax(compared, axis=-1, keepdims=True)
+    given = _window_slices(x, windows, _lowest(x)), *(_window_slices(b, windows, 0) for b in beside)
+    return tuple(jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in given)
 
 
 def _avg_pool(

@@ -123,11 +123,18 @@ def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = Fal
     axes = axes_of(x, dim)
     wide = cast(x, accumulation_dtype(x))
     ddof = 1 if correction is None else correction
-    number = math.prod(x.shape[axis] for axis in (range(x.ndim) if axes is None else axes))
-    found = jnp.var(wide, axis=axes, ddof=ddof if ddof < number else 0, keepdims=keepdim)
-    if number <= ddof:  # torch divides by 0
+    left = math.prod(x.shape[axis] for axis in axes) - ddof
+    found = jnp.var(wide, axis=axes, ddof=ddof if left > 0 else 0, keepdims=keepdim)
+    if left <= 0:  # torch divides by 0, but its slope by the number that is left
         found = found * jnp.inf
-    return found if is_complex(x) else found.astype(x.dtype)
+    if is_complex(x):
+        return found
+    if left <= 0:
+        fixed = jax.lax.stop_gradient(wide)
+        gaps = (fixed - jnp.mean(fixed, axis=axes, keepdims=True)) * (2 / left if left else jnp.inf)
+        found = jax.lax.stop_gradient(found)
+        found = found + jnp.sum(sloped(wide, gaps), axis=axes, keepdims=keepdim)
+    return found.astype(x.dtype)
 
 
 @register_operator("aten.std.correction", "aten.std.dim")

@@ -141,7 +141,11 @@ def ctc_loss(
     extra = sloped(log_probs, jnp.where(used, jnp.exp(fixed), 0))
     losses = losses + jnp.sum(extra, axis=(0, 2))
     never = losses > -_NEVER / 2
-    return jnp.where(never, 0.0 if zero_infinity else jnp.inf, losses).astype(log_probs.dtype)
+    if zero_infinity:
+        return jnp.where(never, 0.0, losses).astype(log_probs.dtype)
+    lost = sloped(log_probs, jnp.where(used & never[:, None], jnp.nan, 0))
+    losses = jnp.where(never, jnp.inf, losses) + jnp.sum(lost, axis=(0, 2))
+    return losses.astype(log_probs.dtype)
 
 
 def _alignments(

@@ -253,13 +253,18 @@ def _log_sums(axis: int, x: jax.Array) -> jax.Array:
 
 @_log_sums.defjvp
 def _log_sums_jvp(axis: int, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """d out_j = sum over i <= j of softmax(x_0 .. x_j)_i dx_i."""
+    """d out_j = sum over i <= j of softmax(x_0 .. x_j)_i dx_i; beside infinity none of the rest."""
     (x,), (dx,) = values, tangents
     positions = np.arange(x.shape[axis])
     rows = jnp.moveaxis(x, axis, -1)[..., None, :]
-    weights = jax.nn.softmax(rows, axis=-1, where=positions[:, None] >= positions)
+    before = positions[:, None] >= positions
+    out = _log_sums(axis, x)
+    sums = jnp.moveaxis(out, axis, -1)[..., None]
+    weights = jax.nn.softmax(rows, axis=-1, where=before)
+    far = jnp.where(before, jnp.exp(rows - sums), 0)
+    weights = jnp.where(sums.real == jnp.inf, far, weights)
     slope = jnp.einsum("...ij,...j->...i", weights, jnp.moveaxis(dx, axis, -1))
-    return _log_sums(axis, x), jnp.moveaxis(slope, -1, axis).astype(x.dtype)
+    return out, jnp.moveaxis(slope, -1, axis).astype(x.dtype)
 
 
 @register_operator("aten.dist.default")
