@@ -95,7 +95,7 @@ class CrossEntropy:
         """`total` of logits `(C, V)`, and its derivative by them, both float32."""
         wide, size = self.capped(logits), logits.shape[-1]
         norm = jax.nn.logsumexp(wide, axis=-1)
-        off = self.label_smoothing / size
+        off = self.label_smoothing / max(size, 1)
         # Numbers and words, as if they came with these logits: what is the same in all chunks XLA
         # lays out once, as wide as logits are, and reads it for each of them (jax 0.11, a GPU:
         # three arrays of their size, a twentieth of a GPT-2's step).
@@ -130,6 +130,8 @@ def as_labels(labels: Any) -> jax.Array:
 def picked(values: jax.Array, labels: jax.Array, axis: int = -1) -> jax.Array:
     """The value at each label along an axis: `values` without that axis; NaN where no word is."""
     size = values.shape[axis]
+    if not size:  # of which an index reads 0
+        return jnp.full(labels.shape, jnp.nan, values.dtype)
     if not free_axes():
         # (Negative ones would count from the end.)
         at = jnp.expand_dims(jnp.where(labels < 0, size, labels), axis)
@@ -236,7 +238,7 @@ def _total(
     labels: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """The summed loss of the tokens at hand."""
-    rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    rows, flat = x.reshape(labels.size, x.shape[-1]), labels.reshape(-1)
     size = min(_rows_of(weight.shape[0]) if chunk is None else chunk, max(flat.size, 1))
     rows, flat = _padded(rows, flat, size, terms.ignore_index)
     return _chunked(terms, size)(rows, weight, bias, flat)
@@ -261,7 +263,7 @@ def cross_entropy(
 def _rows_of(vocabulary: int) -> int:
     """Tokens in a chunk: a power of two."""
     size = CHUNK_BYTES * (4 if traced_platform() == "gpu" else 1)
-    fit = max(size // (4 * vocabulary), MIN_ROWS)
+    fit = max(size // (4 * max(vocabulary, 1)), MIN_ROWS)
     return 2 ** int(math.log2(fit))
 
 
@@ -280,7 +282,8 @@ def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
     """`(rows, weight, bias, labels) -> total`, by chunks of so many rows."""
 
     def chunks(rows: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rows.reshape(-1, size, rows.shape[-1]), labels.reshape(-1, size)
+        shape = labels.size // size, size
+        return rows.reshape(*shape, rows.shape[-1]), labels.reshape(shape)
 
     def logits(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
         return _product(x, weight, ((1,), (1,))) + bias.astype(jnp.float32)

@@ -254,3 +254,24 @@ def test_the_gradient_of_a_bias_is_rounded_once():
     found = slope(x, w, jnp.zeros(8, jnp.bfloat16), chunk=16)
     wide = slope(x.astype(jnp.float32), w.astype(jnp.float32), jnp.zeros(8))
     np.testing.assert_allclose(found, wide, rtol=2**-8)  # bfloat16's rounding
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(2, 3, 0, 5), (2, 3, 4, 0), (0, 3, 4, 5), (2, 3, 0, 0)], ids=str)
+def test_nothing_has_a_loss_too(shape, smoothing):
+    """No features, no vocabulary (no label is a word of it: NaN), no tokens."""
+    *tokens, features, words = shape
+    given = jnp.ones((*tokens, features)), jnp.ones((words, features)), jnp.arange(float(words))
+    terms = fz.CrossEntropy(label_smoothing=smoothing)
+    for label in (0, -100):
+        labels = jnp.full(tokens, label)
+
+        def own(x, w, b, labels=labels):
+            return fz.linear_cross_entropy(x, w, labels, bias=b, terms=terms).total
+
+        def whole(x, w, b, labels=labels):
+            return terms.total(x @ w.T + b, labels)
+
+        got, want = (jax.value_and_grad(fn, (0, 1, 2))(*given) for fn in (own, whole))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+        assert bool(jnp.isnan(got[0])) == (label == 0 and not words)
