@@ -15,7 +15,7 @@ import numpy as np
 from torch_bridge.dtypes import cast, is_bool
 from torch_bridge.lower.kernels import exchanged_attention, fused_attention
 from torch_bridge.lower.masks import Pattern, SizeMask
-from torch_bridge.lower.random import dropout_mask
+from torch_bridge.lower.query_blocks import ROWS, blocks_of, by_queries, kept_scores
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import sum_dtype
 
@@ -46,8 +46,8 @@ def attention(
     queries H is a multiple of K. A query row whose keys are all masked gives 0, as in torch.
 
     A sequence that a plan divides is exchanged. In programs for GPUs it is cuDNN's kernel where
-    that applies, else products and a softmax. On CPUs those are faster than
-    `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
+    that applies, else products and a softmax, of long sequences with dropout by blocks of queries.
+    On CPUs those are faster than `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
     """
     # PyTorch takes one dtype only. A step in half precision may still bring others: float32 angles
     # have widened what they turn. In torch the module had cast it back.
@@ -66,12 +66,19 @@ def attention(
     if groups > 1:  # head h reads key head h // groups
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))
         k, v = jnp.expand_dims(k, -3), jnp.expand_dims(v, -3)
-    scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32)
-    weights, total = _weights(_masked(scores * scale, attn_mask, pattern, groups))
-    if dropout_p > 0.0:
-        kept = dropout_mask(key, dropout_p, weights.shape)
-        weights = jnp.where(kept, weights / (1.0 - dropout_p), 0.0)
-    out = _sums(weights, total, v)
+    blocks = blocks_of(q.shape[-2], k.shape[-2]) if dropout_p > 0.0 else 1
+
+    def attend(q: jax.Array, mask: Any, block: Any) -> jax.Array:
+        scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32) * scale
+        weights, total = _weights(
+            _masked(scores, mask, pattern, groups, 0 if block is None else block * ROWS)
+        )
+        if dropout_p > 0.0:
+            kept = kept_scores(key, dropout_p, weights.shape, blocks, block)
+            weights = jnp.where(kept, weights / (1.0 - dropout_p), 0.0)
+        return _sums(weights, total, v)
+
+    out = by_queries(attend, blocks, q, attn_mask)
     if groups > 1:
         out = jnp.reshape(out, (*out.shape[:-4], -1, *out.shape[-2:]))
     return out
@@ -95,7 +102,8 @@ def _contract(x: jax.Array, y: Any, dtype: Any) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=wide)
 
 
-def _masked(scores: jax.Array, mask: Any, pattern: Pattern, groups: int) -> jax.Array:
+def _masked(scores: jax.Array, mask: Any, pattern: Pattern, groups: int, first: Any) -> jax.Array:
+    """Scores of what is seen; `first` is the row of the first of these queries."""
     if mask is not None:
         if groups > 1 and mask.ndim >= 3:
             heads = mask.shape[-3]
@@ -108,6 +116,7 @@ def _masked(scores: jax.Array, mask: Any, pattern: Pattern, groups: int) -> jax.
     if pattern.causal:  # aligned at the top left when L and S differ, as torch defines it
         # Compared as it is needed: a constant would be stored, of the size of the scores.
         row, column = (jax.lax.broadcasted_iota(np.int32, scores.shape[-2:], d) for d in (0, 1))
+        row = row + first
         keep = column <= row
         if pattern.window is not None:
             keep = keep & (column > row - pattern.window)
