@@ -200,7 +200,10 @@ def parity(
     module = unwrapped(module)
     layout = read_layout(module)
     if layout != converted.layout:
-        raise ConversionError("the module has other tensors than the one that was converted")
+        raise ConversionError(
+            "the module has other tensors than the one that was converted: give that one, or"
+            " convert this one"
+        )
     state = read_values(module, layout)
     silent = without_dropout(converted)
     runs = {}

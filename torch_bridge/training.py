@@ -168,7 +168,8 @@ def _end(began: Any, ended: Any, times: int) -> None:
     """Refuse to have taken no step, and warn of what changed since the first one."""
     if began is None:
         raise ConversionError(
-            f"fit: no step was taken: no batch has {times} rows, one for each device and microbatch"
+            f"fit: no step was taken: no batch has {times} rows, one for each device and"
+            " microbatch: make batches larger, or Plan(microbatches=) smaller"
         )
     if changed := sorted(moved(began, ended)):
         warn(

@@ -18,6 +18,7 @@ from torch import nn
 import torch_bridge as tb
 from fzero.errors import ConversionError
 from torch_bridge.export.origins import source_line
+from torch_bridge.lower import find_lowering
 
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -469,3 +470,22 @@ def test_a_cache_that_a_forward_returns_says_what_to_do() -> None:
 
     with pytest.raises(ConversionError, match=r"DynamicCache'> in output.*use_cache=False"):
         tb.convert(ReturnsItsCache(), torch.ones(2, 1, 3, 4))
+
+
+def test_a_lowering_that_refuses_says_what_to_do() -> None:
+    x = jnp.zeros((2, 3))
+    for name, args, remedy in (
+        ("aten.one_hot.default", (jnp.zeros(3, jnp.int32),), "say num_classes"),
+        ("aten._grouped_mm.default", (x, x, x), r"expected \(rows, I\) and \(experts, I, O\)"),
+        ("torch_bridge.expert_rows.default", (x,), "Set its dropout to 0"),
+    ):
+        lowering = find_lowering(name)
+        assert lowering is not None
+        with pytest.raises(NotImplementedError, match=remedy):
+            lowering.fn(*args)
+
+
+def test_another_module_than_the_converted_one_is_refused_with_a_remedy() -> None:
+    converted = tb.convert(nn.Linear(4, 2), X)
+    with pytest.raises(ConversionError, match="give that one, or convert this one"):
+        tb.parity(nn.Linear(4, 3), converted, X)

@@ -212,7 +212,8 @@ def refuse_mixed(program: torch.export.ExportedProgram) -> None:
         tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise ConversionError(
-                f"{name} in {module_path(node)} got {[str(t.dtype) for t in tensors]}"
+                f"{name} in {module_path(node)} got {[str(t.dtype) for t in tensors]}: cast them to"
+                " one dtype in the forward, or the module and its example (.float())"
             )
 
 
@@ -438,5 +439,8 @@ def _outputs(
                 "inputs only. Keep what changes in a buffer (register_buffer)."
             )
         elif spec.kind is not OutputKind.USER_INPUT_MUTATION:
-            raise ConversionError(f"the module returns {spec.kind.name}, which has no JAX form")
+            raise ConversionError(
+                f"the module returns {spec.kind.name}, which has no JAX form: return tensors,"
+                " numbers and containers of them"
+            )
     return tuple(outputs), mutations

@@ -126,7 +126,10 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[spec.arg.name] = _constant(program, str(spec.target), spec.arg.name in wide)
         else:
-            raise ConversionError(f"the module holds a {spec.kind.name}, which has no JAX form")
+            raise ConversionError(
+                f"the module holds a {spec.kind.name}, which has no JAX form: keep tensors, numbers"
+                " and strings in it"
+            )
     inputs = _inputs(program, call, arguments)
     tensors = [i for i in inputs if isinstance(i, TensorInput)]
     rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
@@ -244,7 +247,10 @@ def _inputs(
         elif isinstance(argument, ConstantArgument):
             inputs.append(ConstantInput(path, argument.value))
         else:
-            raise ConversionError(f"argument `{path}`: {type(argument).__name__} is not supported")
+            raise ConversionError(
+                f"argument `{path}`: {type(argument).__name__} is not supported: give tensors,"
+                " numbers, strings, None, and containers of them"
+            )
     return tuple(inputs)
 
 

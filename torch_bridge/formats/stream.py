@@ -66,7 +66,9 @@ def stream(
     if which not in ("all", "adapter", "merged"):
         raise ConversionError(f'stream: which={which!r}: expected "all", "adapter" or "merged"')
     if which != "all" and isinstance(converted, ConvertedSequential):
-        raise ConversionError(f"stream: which={which!r}: a tb.sequential has no adapters")
+        raise ConversionError(
+            f"stream: which={which!r}: a tb.sequential has no adapters: give which='all'"
+        )
     if which == "merged":
         assert isinstance(converted, Converted)
         content = merged_content(converted, state_or_params, plan, name)

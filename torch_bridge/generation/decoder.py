@@ -140,7 +140,8 @@ class Decoder:
         mode = build_mode(program, layout, call)
         if mode.graph.num_draws:
             raise ConversionError(
-                f"generate: {type(module).__name__} draws random numbers in its eval forward"
+                f"generate: {type(module).__name__} draws random numbers in its eval forward:"
+                " draw them in __init__, and keep them in a buffer (register_buffer)"
             )
         caches = frozenset(self.empty(Sizes(0, 0, 0, True)))
         return Traced(mode, layout, caches)

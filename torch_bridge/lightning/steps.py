@@ -72,7 +72,7 @@ def as_prediction(module: torch.nn.Module) -> Iterator[None]:
     kind = type(module)
     if own_method(kind, "predict_step") is None and own_method(kind, "forward") is None:
         raise ConversionError(
-            f"{kind.__name__} has no predict_step(batch, batch_idx) and no forward"
+            f"{kind.__name__} has no predict_step(batch, batch_idx) and no forward: write one"
         )
     with as_class(module, _Prediction(kind, None).members(module)):
         yield
@@ -219,7 +219,10 @@ def _more_arguments(step: Any, name: str) -> list[Any]:
     """What a step takes besides its batch: `batch_idx`, under any name."""
     first, *more = inspect.signature(step).parameters.values()
     if first.name == "dataloader_iter":
-        raise ConversionError(f"{name} takes dataloader_iter; a pure step takes a batch")
+        raise ConversionError(
+            f"{name} takes dataloader_iter; a pure step takes a batch: write"
+            f" {name}(batch, batch_idx)"
+        )
     keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     index: list[Any] = [_BatchIndex()] if more and more[0].kind not in keyword else []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -24,7 +24,9 @@ def grouped_mm(
     """Shapes: x `(S, I)` sorted by expert, weight `(E, I, O)`, offs `(E,)` where each ends."""
     if x.ndim != 2 or weight.ndim != 3 or bias is not None or out_dtype is not None:
         raise NotImplementedError(
-            f"a grouped product of shapes {x.shape} and {weight.shape}, with bias or out_dtype"
+            f"a grouped product of shapes {x.shape} and {weight.shape}, with bias or out_dtype:"
+            " expected (rows, I) and (experts, I, O); add a bias of each row's expert, and cast,"
+            " afterwards"
         )
     a, w = promote(x, weight)
     sizes = jnp.diff(offs.astype(np.int32), prepend=jnp.zeros((1,), np.int32))
@@ -40,7 +42,8 @@ def alone(*given: Any) -> Any:
     """Beginning and end of experts' function; where it was found it is one step (`mixtures.py`)."""
     raise NotImplementedError(
         "experts whose function is not one of a row and its expert's weights: values of it are read"
-        " elsewhere, or it reads sizes or draws random numbers"
+        " elsewhere, or it reads sizes or draws random numbers. Set its dropout to 0, and return"
+        " from it all that is read"
     )
 
 

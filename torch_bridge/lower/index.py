@@ -235,7 +235,9 @@ def slice_scatter(
 @register_operator("aten.one_hot.default")
 def one_hot(x: jax.Array, num_classes: int = -1) -> jax.Array:
     if num_classes < 0:
-        raise NotImplementedError("one_hot without num_classes has a size that depends on the data")
+        raise NotImplementedError(
+            "one_hot without num_classes has a size that depends on the data: say num_classes"
+        )
     hot = jax.nn.one_hot(x, num_classes, dtype=canonical("int64"))
     return jnp.where(((x >= 0) & (x < num_classes))[..., None], hot, lost(hot))
 

@@ -43,7 +43,7 @@ def reduce_into(
     if reduce == "sum":
         return total
     if reduce != "mean":
-        raise NotImplementedError(f"scatter_reduce(reduce={reduce!r})")
+        raise NotImplementedError(f"reduce={reduce!r}: expected sum, prod, mean, amax, amin")
     counts = jnp.full(x.shape, 1 if include_self else 0, np.int32).at[where].add(1)
     counts = jnp.maximum(counts, 1).astype(x.dtype)
     return total / counts if is_float(x) else jnp.floor_divide(total, counts)

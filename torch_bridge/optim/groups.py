@@ -87,7 +87,10 @@ def optimizer(
     names = _Names.of(parameters)
     unknown = sorted(set(unread) - set(names.aliases))
     if unknown:
-        raise ConversionError(f"optimizer: unread has {unknown}, which are no parameters")
+        raise ConversionError(
+            f"optimizer: unread has {unknown}, which are no parameters:"
+            " expected names as in module.named_parameters()"
+        )
     names = replace(names, untrained=names.untrained | {names.aliases[name] for name in unread})
     rules = [
         (find_rule(one), group)

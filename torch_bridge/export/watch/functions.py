@@ -213,7 +213,7 @@ def _forward(tensors: Sequence[torch.Tensor], sizes: Sequence[Any], call: int) -
     if getattr(context, "dirty_tensors", None):
         raise ConversionError(
             f"{known.function.__qualname__} writes to its arguments (mark_dirty); a registered "
-            "Function returns new tensors"
+            "Function returns new tensors: write to a copy (x.clone())"
         )
     known.single = not isinstance(out, tuple)
     outputs = (out,) if known.single else out
