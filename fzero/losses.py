@@ -282,8 +282,8 @@ def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
     """`(rows, weight, bias, labels) -> total`, by chunks of so many rows."""
 
     def chunks(rows: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shape = labels.size // size, size
-        return rows.reshape(*shape, rows.shape[-1]), labels.reshape(shape)
+        cut = labels.reshape(labels.size // size, size)
+        return rows.reshape(*cut.shape, rows.shape[-1]), cut
 
     def logits(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
         return _product(x, weight, ((1,), (1,))) + bias.astype(jnp.float32)
@@ -320,8 +320,7 @@ def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
         (loss, by_weight, by_bias), by_rows = jax.lax.scan(
             body, start, chunks(rows.value, labels.value)
         )
-        if by_rows is not None:
-            by_rows = by_rows.reshape(rows.value.shape)
+        by_rows = None if by_rows is None else by_rows.reshape(rows.value.shape)
         # Named, so that a checkpoint policy that keeps names, or anything but data movement, keeps
         # these: otherwise `jax.checkpoint` keeps what each chunk added, to add it up once more.
         found = _named((by_rows, by_weight, by_bias))

@@ -5,7 +5,7 @@
   `pseudo_inverse`, `linear`, `reduce`, `norm`, `loss`, `composite`.
 - Positions: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
-- Layers: `attention` (with `masks`, `kernels`), `recurrent`, `experts`, `random`,
+- Layers: `attention` (with `masks`, `kernels`, `query_blocks`), `recurrent`, `experts`, `random`,
   `weight_records`, `control`.
 - What all share: `rounding` and `wide_operators` (dtypes as PyTorch computes them), `tangents` and
   `no_gradient` (its derivatives), `features_last` (how images are held), `whole_dims` (what XLA's
