@@ -117,3 +117,9 @@ def test_a_long_sequence_keeps_no_scores(monkeypatch: pytest.MonkeyPatch) -> Non
     scores = 4 * 2 * 4096**2
     assert temporary(4096) < scores / 2  # whole, they are there six times
     assert query_blocks.blocks_of(1024, 1024) == 1
+
+
+def test_a_dropout_of_all_scores_leaves_no_gradient() -> None:
+    x = drawn(1, 1, LENGTH, 4)
+    slopes = jax.grad(lambda q: jnp.sum(attention(q, x, x, dropout_p=1.0, key=jax.random.key(0))))
+    np.testing.assert_array_equal(slopes(x), 0)

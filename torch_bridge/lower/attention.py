@@ -75,7 +75,7 @@ def attention(
         )
         if dropout_p > 0.0:
             kept = kept_scores(key, dropout_p, weights.shape, blocks, block)
-            weights = jnp.where(kept, weights / (1.0 - dropout_p), 0.0)
+            weights = jnp.where(kept, weights / ((1.0 - dropout_p) or 1.0), 0.0)
         return _sums(weights, total, v)
 
     out = by_queries(attend, blocks, q, attn_mask)
