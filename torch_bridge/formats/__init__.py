@@ -7,8 +7,8 @@
   `restore` makes a state of it, under the module's names (`names_in_files`). `remote`: the same in
   object stores.
 - One format each: `safetensors_files`, `torch_files` (`mapped_tensors` reads slices of them), `dcp`
-  and `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `deepspeed_universal`),
-  `lightning`, `peft`.
+  and `dcp_write`, `deepspeed` (reads a directory: its `deepspeed_files`, of them
+  the optimizer's in `deepspeed_zero`, and `deepspeed_universal`), `lightning`, `peft`.
 - Adam's moments: `deepspeed_zero` and `deepspeed_universal` read them by parameter, `adam` maps
   them between a torch optimizer's numbers and parameters' names, `restore` puts them into the
   state (`torch_bridge.moments`).

@@ -242,26 +242,6 @@ def one_hot(x: jax.Array, num_classes: int = -1) -> jax.Array:
     return jnp.where(((x >= 0) & (x < num_classes))[..., None], hot, lost(hot))
 
 
-@register_operator("aten.sort.default")
-def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    return sort_stable(x, stable=True, dim=dim, descending=descending)
-
-
-@register_operator("aten.sort.stable")
-def sort_stable(
-    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), canonical("int64"))
-    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
-    return jnp.take_along_axis(x, order, axis=dim), order.astype(canonical("int64"))
-
-
-@register_operator("aten.argsort.default")
-def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
-    return sort(x, dim, descending)[1]
-
-
 @register_operator("aten.nonzero_static.default")
 def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
     if not x.ndim:
@@ -275,19 +255,3 @@ def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Arra
     found = jnp.stack(jnp.unravel_index(positions, x.shape), -1).astype(canonical("int64"))
     there = jnp.arange(size) < jnp.count_nonzero(flat)
     return jnp.where(there[:, None], found, fill_value)
-
-
-@register_operator("aten.topk.default")
-def topk(
-    x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), canonical("int64"))
-    moved = jnp.moveaxis(x, dim, -1)
-    if largest:
-        values, order = jax.lax.top_k(moved, k)
-    else:
-        order = jnp.argsort(moved, axis=-1, stable=True)[..., :k]
-        values = jnp.take_along_axis(moved, order, axis=-1)
-    order = order.astype(canonical("int64"))
-    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)

@@ -1,4 +1,4 @@
-"""Order statistics beyond sort and topk."""
+"""Order: sort and topk, the median, the k-th and the most frequent value."""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
@@ -13,6 +13,42 @@ from torch_bridge.dtypes import canonical, is_float
 from torch_bridge.lower.reduce import number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.special_functions import is_nan
+
+
+@register_operator("aten.sort.default")
+def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    return sort_stable(x, stable=True, dim=dim, descending=descending)
+
+
+@register_operator("aten.sort.stable")
+def sort_stable(
+    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), canonical("int64"))
+    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis=dim), order.astype(canonical("int64"))
+
+
+@register_operator("aten.argsort.default")
+def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
+    return sort(x, dim, descending)[1]
+
+
+@register_operator("aten.topk.default")
+def topk(
+    x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
+    moved = jnp.moveaxis(x, dim, -1)
+    if largest:
+        values, order = jax.lax.top_k(moved, k)
+    else:
+        order = jnp.argsort(moved, axis=-1, stable=True)[..., :k]
+        values = jnp.take_along_axis(moved, order, axis=-1)
+    order = order.astype(canonical("int64"))
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)
 
 
 def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:

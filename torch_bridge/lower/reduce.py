@@ -1,4 +1,4 @@
-"""Reductions."""
+"""Reductions: sums, means, extremes and where they are, over some dims or all."""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
