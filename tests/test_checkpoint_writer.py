@@ -117,6 +117,18 @@ def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypat
     assert fz.checkpoint(tmp_path).number == 0
 
 
+def test_a_folder_that_cannot_be_made_leaves_no_thread_behind(states, tmp_path):
+    """They would wait for it for ten minutes, and the end of the process for them."""
+    plan, state = PLANS["zero 3"], states("zero 3")
+    fz.save(tmp_path / "run", state, plan, asynchronous=False)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").write_text("in its place")
+    fz.save(tmp_path / "run", state, plan)
+    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 to .* failed"):
+        fz.wait(tmp_path / "run")
+    assert not [x.name for x in threading.enumerate() if type(x).__module__.startswith("orbax")]
+
+
 def test_where_a_write_failed_is_one_frame(states, tmp_path, monkeypatch):
     """Orbax hands an error on from thread to thread, in a hundred lines."""
     full_disk(monkeypatch, 1)

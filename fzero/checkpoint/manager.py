@@ -134,15 +134,26 @@ class Manager:
         self._failed: list[BaseException] = []
         logging.getLogger("absl").addFilter(_TOLD_HERE)  # once, however often it is added
         _TOLD_HERE.writing.add(self)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        # Of a folder that cannot be made in the background, orbax's threads wait for ten minutes, and
+        # the end of the process for them.
+        make = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=make)
         handlers = {
             "state": _ArraysHandler(self._failed),
             "meta": ocp.JsonCheckpointHandler(),
             FOLDER: ShardsHandler(self._failed),
         }
         self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
-        self.latest_step, self.save = self._manager.latest_step, self._manager.save
-        self.close = self._manager.close
+        self.latest_step, self.close = self._manager.latest_step, self._manager.close
+
+    def save(self, number: int, args: Any) -> None:
+        """Begins to write; `wait_until_finished` says what fails, also that no folder can be made."""
+        try:
+            self._manager.save(number, args=args)
+        except OSError as error:
+            if jax.process_count() > 1:
+                raise
+            self._failed.append(error)
 
     def wait_until_finished(self) -> None:
         """Until what is being written is there.
@@ -156,6 +167,8 @@ class Manager:
                     raise self._failed[0]
                 time.sleep(LOOK_S)
             self._manager.wait_until_finished()
+            if self._failed:
+                raise self._failed[0]
         finally:
             _TOLD_HERE.writing.discard(self)
 
