@@ -134,8 +134,8 @@ class Manager:
         self._failed: list[BaseException] = []
         logging.getLogger("absl").addFilter(_TOLD_HERE)  # once, however often it is added
         _TOLD_HERE.writing.add(self)
-        # Of a folder that cannot be made in the background, orbax's threads wait for ten minutes, and
-        # the end of the process for them.
+        # Of a folder that cannot be made in the background, orbax's threads wait for ten minutes,
+        # and the end of the process for them.
         make = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=make)
         handlers = {
@@ -147,7 +147,7 @@ class Manager:
         self.latest_step, self.close = self._manager.latest_step, self._manager.close
 
     def save(self, number: int, args: Any) -> None:
-        """Begins to write; `wait_until_finished` says what fails, also that no folder can be made."""
+        """Begins to write; `wait_until_finished` says what fails, as that no folder can be made."""
         try:
             self._manager.save(number, args=args)
         except OSError as error:

@@ -50,7 +50,10 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     for name, read in ((WEIGHTS, read_file), (PICKLED, read_state_dict)):
         path = Path(folder) / name
         if path.is_file():
-            return read(path)[0]
+            try:
+                return read(path)[0]
+            except CheckpointError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
     raise CheckpointError(f"{folder}: expected {WEIGHTS} (or {PICKLED}) beside {CONFIG}")
 
 

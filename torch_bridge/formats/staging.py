@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fzero.errors import CheckpointError
@@ -51,21 +51,27 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterator[Path]:
+def staged_directory(
+    target: Path,
+    merge: bool,
+    turns: Turns = ALONE,
+    check: Callable[[Path], None] = lambda _: None,
+) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when written completely.
 
     Args:
         target: a directory that does not exist, or is empty.
         merge: whether it may also have files: those of the same name are replaced one by one, after
-            all have been written, and weights that do not belong to the new ones are removed. Of
-            shards with an index all are read as they were, or all as they are written.
+            all have been written, and of weights those that do not belong to the new ones are
+            removed. Of shards with an index all are read as they were, or all as they are written.
         turns: who writes; one process makes the directory and gives it its name.
+        check: raises `CheckpointError` if nothing may be written into a directory that is there.
 
     Raises:
         CheckpointError: there is something else.
     """
     owns = turns.leads or turns.apart
-    temporary = turns.folder(lambda: _beside(target, merge))
+    temporary = turns.folder(lambda: _beside(target, merge, check))
     try:
         yield temporary
         turns.told(None)  # all is written
@@ -90,7 +96,7 @@ def _say_where(error: OSError, target: Path) -> None:
         error.strerror = f"{error.strerror} (it was not written; what was there before is whole)"
 
 
-def _beside(target: Path, merge: bool) -> Path:
+def _beside(target: Path, merge: bool, check: Callable[[Path], None]) -> Path:
     """A new directory for what shall be at `target`, if it may be there."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; expected a directory")
@@ -99,6 +105,8 @@ def _beside(target: Path, merge: bool) -> Path:
             f"{target}: is not empty; this format is written to a new directory, because files of"
             " an earlier checkpoint would be taken for its own"
         )
+    if target.is_dir():
+        check(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
 
@@ -122,9 +130,10 @@ def _replace(temporary: Path, target: Path, merge: bool) -> None:
         if path.name == _INDEX:
             sync(target)  # its shards are there, whatever happens
         path.replace(target / path.name)
-    for path in target.iterdir():
-        if _WEIGHTS.fullmatch(path.name) and path.name not in names:
-            path.unlink()
+    if any(map(_WEIGHTS.fullmatch, names)):
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
     sync(target)
 
 

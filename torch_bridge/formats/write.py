@@ -8,9 +8,12 @@ from pathlib import Path
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.dcp import METADATA, is_dcp
 from torch_bridge.formats.dcp_write import write_dcp
+from torch_bridge.formats.deepspeed import find_step
 from torch_bridge.formats.deepspeed_universal import write_universal
 from torch_bridge.formats.lightning import write_lightning
+from torch_bridge.formats.peft import CONFIG, is_adapter
 from torch_bridge.formats.read import LIGHTNING, PICKLED, SUFFIXES
 from torch_bridge.formats.safetensors_files import write_directory, write_file
 from torch_bridge.formats.staging import staged_directory, staged_file
@@ -37,7 +40,8 @@ def write(
         max_shard_size: bytes of tensors in a file of a safetensors directory.
 
     Raises:
-        CheckpointError: unknown format or suffix, or the format cannot hold the content.
+        CheckpointError: unknown format or suffix, the format cannot hold the content, or the folder
+            has a checkpoint of another format, which would be read in its place.
 
     Example:
         >>> import tempfile, torch, torch_bridge as tb
@@ -77,12 +81,28 @@ def write_in_turns(
         with staged_directory(target, False, turns) as folder:
             write_dcp(folder, content, turns, flat=to == "dcp-flat")
     elif to == "safetensors" and target.suffix.lower() != ".safetensors":
-        with staged_directory(target, True, turns) as folder:
+        with staged_directory(target, True, turns, _require_read) as folder:
             write_directory(folder, content.tensors, content.ties, size, turns)
     else:
         with turns.turn() as mine:
             if mine:
                 _write_file(target, content, to)
+
+
+def _require_read(folder: Path) -> None:
+    """Raises `CheckpointError` where something else would be read in the place of weights."""
+    if is_dcp(folder):
+        there = f"a checkpoint of torch.distributed.checkpoint ({METADATA})"
+    elif (step := find_step(folder)) is not None:
+        there = f"a checkpoint of DeepSpeed ({step.name})"
+    elif is_adapter(folder):
+        there = f"an adapter ({CONFIG})"
+    else:
+        return
+    raise CheckpointError(
+        f"{folder}: has {there}, which would be read in the place of these weights: expected another"
+        " folder, or this one without it"
+    )
 
 
 def _write_file(target: Path, content: Checkpoint, to: str) -> None:

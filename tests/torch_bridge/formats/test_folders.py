@@ -1,0 +1,57 @@
+"""What a folder holds already, where something else is written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import format_cases as cases
+import pytest
+import torch
+
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+from torch_bridge.formats.write import write
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[tb.Converted]:
+    converted = tb.convert(cases.net(), torch.zeros(2, cases.FEATURES))
+    yield tb.lora(converted, rank=2, targets=["again"])
+
+
+@pytest.mark.parametrize("there", ["dcp", "universal", "peft"])
+def test_weights_are_not_written_where_something_else_would_be_read(
+    adapted: tb.Converted, tmp_path: Path, there: str
+) -> None:
+    """What reads the folder takes the older checkpoint, and says nothing."""
+    folder = tmp_path / "run"
+    tb.save(folder, adapted, adapted.params, to=there)
+    before = sorted(folder.rglob("*"))
+    said = {"dcp": r"\.metadata", "universal": "DeepSpeed", "peft": "an adapter"}[there]
+    with pytest.raises(CheckpointError, match=f"{said}.* in the place of these weights"):
+        tb.save(folder, adapted, adapted.params)
+    assert sorted(folder.rglob("*")) == before
+    assert sorted(tmp_path.iterdir()) == [folder]
+
+
+def test_an_adapter_leaves_the_weights_that_a_folder_has(
+    adapted: tb.Converted, tmp_path: Path
+) -> None:
+    torch.save(cases.net().state_dict(), tmp_path / "m.pt")
+    write(tb.checkpoint(tmp_path / "m.pt"), tmp_path / "base", max_shard_size=300)
+    before = {path.name for path in (tmp_path / "base").iterdir()}
+    tb.save(tmp_path / "base", adapted, adapted.params, to="peft")
+    after = {path.name for path in (tmp_path / "base").iterdir()}
+    assert after == before | {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_a_damaged_adapter_is_told_with_its_folder(
+    adapted: tb.Converted, tmp_path: Path, file: str
+) -> None:
+    tb.save(tmp_path / "mine", adapted, adapted.params, to="peft")
+    (tmp_path / "mine" / "adapter_model.safetensors").unlink()
+    (tmp_path / "mine" / file).write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match=rf"mine: {file}: (not|cannot)"):
+        tb.lora(adapted.base, tmp_path / "mine")
