@@ -147,7 +147,7 @@ class Manager:
         self.latest_step, self.close = self._manager.latest_step, self._manager.close
 
     def save(self, number: int, args: Any) -> None:
-        """Begins to write; `wait_until_finished` says what fails, as that no folder can be made."""
+        """Begins to write; `wait_until_finished` says what fails, a folder not made included."""
         try:
             self._manager.save(number, args=args)
         except OSError as error:
