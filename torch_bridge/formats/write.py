@@ -100,8 +100,8 @@ def _require_read(folder: Path) -> None:
     else:
         return
     raise CheckpointError(
-        f"{folder}: has {there}, which would be read in the place of these weights: expected another"
-        " folder, or this one without it"
+        f"{folder}: has {there}, which would be read in the place of these weights: expected"
+        " another folder, or this one without it"
     )
 
 
