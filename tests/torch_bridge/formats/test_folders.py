@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import format_cases as cases
@@ -15,9 +14,9 @@ from torch_bridge.formats.write import write
 
 
 @pytest.fixture(scope="module")
-def adapted() -> Iterator[tb.Converted]:
+def adapted() -> tb.Converted:
     converted = tb.convert(cases.net(), torch.zeros(2, cases.FEATURES))
-    yield tb.lora(converted, rank=2, targets=["again"])
+    return tb.lora(converted, rank=2, targets=["again"])
 
 
 @pytest.mark.parametrize("there", ["dcp", "universal", "peft"])
