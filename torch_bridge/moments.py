@@ -297,8 +297,8 @@ def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _given(leaves: Mapping[str, Leaf], moments: Moments) -> dict[str, str]:
     """For every parameter the name under which its moments are given."""
     problems: list[str] = []
-    if moments.step < 0:
-        problems.append(f"step: expected at least 0, got {moments.step}")
+    if not 0 <= moments.step < 2**31:  # optax counts in int32
+        problems.append(f"step: expected at least 0 and less than 2**31, got {moments.step}")
     one_sided = sorted(set(moments.exp_avg) ^ set(moments.exp_avg_sq))
     problems += [f"`{name}`: exp_avg and exp_avg_sq must both be given" for name in one_sided]
     known = {alias: name for name, leaf in leaves.items() for alias in leaf.names}

@@ -183,8 +183,8 @@ def write_file(
         raise CheckpointError(f"{path.name}: safetensors cannot hold {wrong or _METADATA}")
     codes = {name: _CODES[tensor.torch_dtype] for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: (_ORDER[codes[name]], name.encode()))
-    own = {n: kept for n, kept in (ties or {}).items() if kept in tensors}
-    header: dict[str, Any] = {_METADATA: dict(sorted({**own, **_FORMAT}.items()))}
+    known = {n: kept for n, kept in (ties or {}).items() if kept in tensors}
+    header: dict[str, Any] = {_METADATA: dict(sorted({**known, **_FORMAT}.items()))}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].num_bytes
@@ -196,7 +196,9 @@ def write_file(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            flat = tensors[name].tensor().contiguous().reshape(-1)
+            # A file of torch may have conjugates and negatives as views that are computed later.
+            own = tensors[name].tensor().resolve_conj().resolve_neg()
+            flat = own.contiguous().reshape(-1)
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
 

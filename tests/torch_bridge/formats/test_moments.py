@@ -157,6 +157,13 @@ def test_each_layer_of_a_rolled_module_has_its_own_moments() -> None:
         np.testing.assert_array_equal(back.exp_avg_sq[name], value**2)
 
 
+def test_more_steps_than_an_optimizer_counts_are_refused(converted: tb.Converted) -> None:
+    state = optax.adam(1e-3).init(converted.params)
+    values = numbers(converted, set(converted.params) - converted.frozen)
+    with pytest.raises(CheckpointError, match=r"less than 2\*\*31, got 10000000000"):
+        with_moments(converted, state, Moments(10**10, values, values))
+
+
 def test_what_does_not_fit_is_listed(converted: tb.Converted) -> None:
     state = optax.adam(1e-3).init(converted.params)
     names = set(converted.params) - converted.frozen
@@ -169,7 +176,7 @@ def test_what_does_not_fit_is_listed(converted: tb.Converted) -> None:
     with pytest.raises(CheckpointError) as caught:
         with_moments(converted, state, Moments(-1, one, two))
     for part in (
-        "step: expected at least 0, got -1",
+        "step: expected at least 0 and less than 2**31, got -1",
         "`again.bias`: missing",
         "`other`: not a parameter that Adam updates here",
         "`norm.weight`: expected (13,), got (4,)",

@@ -99,6 +99,14 @@ def test_every_dtype_goes_both_ways_bit_by_bit(tmp_path: Path, target: str) -> N
             assert lazy.tensor((slice(1, 1), slice(0, 5))).shape == (0, 5)
 
 
+def test_conjugates_that_torch_computes_later_are_written_as_values(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    write(content({"c": value, "n": value.imag}), tmp_path / "m.safetensors")
+    found = tb.load(tmp_path / "m.safetensors")
+    assert found["c"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["n"].tolist() == [-2, 4]
+
+
 def test_files_are_those_that_the_libraries_write(tmp_path: Path) -> None:
     tensors = every_dtype()
     write(content(tensors), tmp_path / "own.safetensors")
