@@ -129,12 +129,31 @@ def _without_steps(groups: Sequence[Mapping[str, Any]], file: str) -> str | None
 
 
 def read_beside(content: Mapping[str, Any], file: str) -> Optimizer | str | None:
-    """The same of the one entry of a file that is an optimizer's `state_dict`, if there is one."""
-    keys = {"state", "param_groups"}
-    found = [k for k, v in content.items() if isinstance(v, Mapping) and keys <= v.keys()]
-    if len(found) > 1:
-        return f"{file}: expected the state of one optimizer, got {found}"
-    return read_optimizer(content[found[0]], file) if found else None
+    """The same of the one entry of a file that has an optimizer's `state_dict`, if there is one."""
+    found = {k: states for k, v in content.items() if (states := _states_in(v, str(k)))}
+    states = [state for several in found.values() for state in several]
+    if len(states) > 1:
+        return f"{file}: expected the state of one optimizer, got {len(states)} in {list(found)}"
+    return read_optimizer(states[0], file) if states else None
+
+
+def _states_in(value: Any, name: str) -> list[Any]:
+    """What an entry holds of optimizers; of one with their name also tensors that are in no
+    `state_dict`, so that a state which cannot be read is not taken for none."""
+    if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
+        return [value]
+    if isinstance(value, list | tuple):
+        return [state for one in value for state in _states_in(one, "")]
+    if isinstance(value, Mapping):
+        found = [state for one in value.values() for state in _states_in(one, "")]
+        return found or ([value] if "optim" in name.lower() and _has_tensors(value) else [])
+    return []
+
+
+def _has_tensors(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value
+    is_list = isinstance(value, Mapping | list | tuple)
+    return isinstance(value, torch.Tensor) or (is_list and any(map(_has_tensors, inner)))
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:

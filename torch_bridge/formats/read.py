@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
-from torch_bridge.formats.adam import read_beside
+from torch_bridge.formats.adam import read_beside, read_optimizer
 from torch_bridge.formats.content import Checkpoint, optimizer_fields
 from torch_bridge.formats.dcp import is_dcp, read_dcp
 from torch_bridge.formats.deepspeed import find_step, read_deepspeed
@@ -92,6 +93,17 @@ def _file(source: Path, key: str | None) -> Checkpoint:
     return Checkpoint(str(source), "torch", tensors, ties=ties, **optimizer_fields(optimizer))
 
 
+def _optimizer_beside(folder: Path) -> Any:
+    """What transformers' Trainer and Accelerate write beside the weights, or why it is not read."""
+    for file in (folder / "optimizer.pt", folder / "optimizer.bin"):
+        if file.is_file():
+            try:
+                return read_optimizer(load_plain(file), file.name)
+            except CheckpointError as error:
+                return str(error)
+    return None
+
+
 def _directory(folder: Path) -> Checkpoint:
     if is_dcp(folder):
         return read_dcp(folder)
@@ -116,7 +128,8 @@ def _directory(folder: Path) -> Checkpoint:
             )
         if files:
             tensors, ties = read(files[0])
-            return Checkpoint(str(folder), kind, tensors, ties=ties)
+            beside = optimizer_fields(_optimizer_beside(folder))
+            return Checkpoint(str(folder), kind, tensors, ties=ties, **beside)
     raise CheckpointError(
         f"{folder}: no checkpoint that can be read; expected model.safetensors,"
         " model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json, .metadata"

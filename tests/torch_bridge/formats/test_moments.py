@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -372,6 +373,49 @@ def test_a_scheduler_of_an_optimizer_without_state_does_not_begin_anew(tmp_path:
     tx = tb.optimizer(sgd, converted, halved)
     with pytest.raises(CheckpointError, match=r"SGD without momentum keeps no .*optimizer=False"):
         tb.restore(tmp_path / "last.pt", converted, tx, fz.Plan(data=1), key="model")
+
+
+def test_an_optimizers_state_is_found_wherever_training_loops_put_it(tmp_path: Path) -> None:
+    """transformers' Trainer beside the weights; a list; one of several by name."""
+    module = torch.nn.Linear(3, 2)
+    converted, plan = tb.convert(module, torch.zeros(4, 3)), fz.Plan(data=1)
+    adam = torch.optim.AdamW(module.parameters())
+    module(torch.ones(4, 3)).sum().backward()
+    adam.step()
+    own, weights, tx = adam.state_dict(), module.state_dict(), optax.adamw(0.1)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    torch.save(own, tmp_path / "optimizer.pt")
+    torch.save({"model": weights, "optimizers": [own]}, tmp_path / "list.pt")
+    torch.save({"model": weights, "optimizer": {"adam": own}}, tmp_path / "by_name.pt")
+    for path, key in (
+        (tmp_path, None),
+        (tmp_path / "list.pt", "model"),
+        (tmp_path / "by_name.pt", "model"),
+    ):
+        state = tb.restore(path, converted, tx, plan, key=key)
+        assert state.step == 1
+        mean = adam.state[module.weight]["exp_avg"]
+        np.testing.assert_array_equal(state.opt_state[0].mu["weight"], mean)
+    several = torch.optim.AdamW([{"params": [p]} for p in module.parameters()])
+    wrong: dict[str, Any] = {
+        "expected state and param_groups": {"state": own["state"]},
+        "one optimizer, got 2": [own, own],
+        r"names=\[": own | {"param_groups": several.state_dict()["param_groups"]},
+    }
+    for said, written in wrong.items():
+        torch.save({"model": weights, "optimizer": written}, tmp_path / "wrong.pt")
+        with pytest.raises(CheckpointError, match=said):
+            tb.restore(tmp_path / "wrong.pt", converted, tx, plan, key="model")
+    path = tmp_path / "wrong.pt"
+    assert tb.restore(path, converted, tx, plan, key="model", names=several).step == 1
+    (tmp_path / "optimizer.pt").write_bytes(b"cut off")
+    with pytest.raises(
+        CheckpointError, match=r"taken over in full: optimizer.pt: .*optimizer=False"
+    ):
+        tb.restore(tmp_path, converted, tx, plan)
+    assert tb.restore(tmp_path, converted, tx, plan, optimizer=False).step == 0
+    torch.save({"model": weights, "optimizer_options": {"lr": 0.1}}, tmp_path / "wrong.pt")
+    assert tb.restore(tmp_path / "wrong.pt", converted, tx, plan, key="model").step == 0
 
 
 def test_state_beside_adams_is_not_left_out_without_a_word(tmp_path: Path) -> None:
