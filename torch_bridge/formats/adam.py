@@ -133,7 +133,8 @@ def read_beside(content: Mapping[str, Any], file: str) -> Optimizer | str | None
     found = {k: states for k, v in content.items() if (states := _states_in(v, str(k)))}
     states = [state for several in found.values() for state in several]
     if len(states) > 1:
-        return f"{file}: expected the state of one optimizer, got {len(states)} in {list(found)}"
+        got = list(found) if len(found) > 1 else f"{len(states)} in {next(iter(found))!r}"
+        return f"{file}: expected the state of one optimizer, got {got}"
     return read_optimizer(states[0], file) if states else None
 
 
