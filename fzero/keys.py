@@ -1,4 +1,4 @@
-"""Random keys: which key is folded for what, in one place.
+"""Random keys: which key a state's operations fold for what, in one place.
 
 A state has one key, `state.rng`, which never changes. Every use folds its own way down from it:
 
@@ -10,6 +10,8 @@ A state has one key, `state.rng`, which never changes. Every use folds its own w
 microbatches, so that draws follow rows, however a batch is divided. A model's `init` gets the key
 itself, so that `fz.init(model, ..., rng)` has the values of `model.init(rng)`; passes start with a
 constant that no link's number reaches. Ways of one use are equally long: no key is another one's.
+Several draws within one layer fold further from the layer's key: those of a converted module by
+number (`torch_bridge.export.interpret`), flax's by stream (`fzero.flax`).
 """
 
 from __future__ import annotations

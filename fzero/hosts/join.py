@@ -63,6 +63,8 @@ def join(
     what `jax.distributed` detects (SLURM, Open MPI, Kubernetes, Cloud TPU). Without any of these
     the process is alone, and nothing happens. A second call does nothing.
 
+    A handler that the program has for SIGTERM stays (jax would put its own in its place).
+
     From then on the processes watch each other: one that is killed, stopped or fails ends all
     others with a sentence that names it, its host, and the step and action it was at.
 

@@ -38,7 +38,8 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
             of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
         key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, as in
             `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`. The
-            entry beside it that an optimizer's `state_dict` is, is read, too.
+            optimizer's `state_dict` in the entries beside it, also in a list or under a name, is
+            read, too; so is `optimizer.pt` beside the weights of a directory.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
