@@ -102,7 +102,7 @@ def _warn_of_narrow(blue: Blueprint) -> None:
         )
 
 
-def key_of(rng: int | jax.Array) -> jax.Array:
+def key_of(rng: int | jax.Array, operation: str = "init") -> jax.Array:
     """The random key that a user gave, or of the seed.
 
     Raises:
@@ -112,9 +112,11 @@ def key_of(rng: int | jax.Array) -> jax.Array:
         try:
             return seed_key(rng)
         except ValueError as error:
-            raise StateError(f"init: rng: {error}") from None
+            raise StateError(f"{operation}: rng: {error}") from None
     if not isinstance(rng, jax.Array | np.ndarray):
-        raise StateError(f"init: rng: expected a seed or one key of jax.random.key, got {rng!r}")
+        raise StateError(
+            f"{operation}: rng: expected a seed or one key of jax.random.key, got {rng!r}"
+        )
     if is_key(rng) and not rng.shape:
         return jnp.asarray(rng)
     if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
@@ -123,7 +125,7 @@ def key_of(rng: int | jax.Array) -> jax.Array:
     if (rng.shape, rng.dtype) == (bits.shape, bits.dtype):  # of jax.random.PRNGKey
         return jax.random.wrap_key_data(rng)
     raise StateError(
-        f"init: rng: expected a seed or one key of jax.random.key, got {rng.dtype}"
+        f"{operation}: rng: expected a seed or one key of jax.random.key, got {rng.dtype}"
         f"{list(rng.shape)}; make a key of the bits of another kind with jax.random.wrap_key_data"
     )
 

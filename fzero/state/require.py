@@ -70,13 +70,15 @@ def require_alive(state: TrainState, operation: str) -> None:
 
 
 def require_arrays(state: TrainState, operation: str) -> None:
-    """Raises `StateError` if a hyperparameter was set to a number, which only steps take."""
-    for path, leaf in named_leaves({"opt_state": state.opt_state}):
+    """Raises `StateError` if a scalar was set to a number, which only steps take."""
+    fields = {name: getattr(state, name) for name in ("step", "rng", "opt_state")}
+    for path, leaf in named_leaves(fields):
         if not hasattr(leaf, "shape"):
             raise StateError(
                 f"{operation}: {path} is a {type(leaf).__name__}; steps take a number there, but to"
                 " move and to save it has to be an array:"
-                " jax.device_put(np.float32(number), old.sharding)"
+                " jax.device_put(np.asarray(number, old.dtype), old.sharding), and for rng"
+                " jax.device_put(jax.random.key(seed), old.sharding)"
             )
 
 

@@ -85,6 +85,7 @@ class TrainState(Printed):
     def replace(self, **changes: Any) -> TrainState:
         """The same state with some fields changed.
 
+        Steps take a number for `step`, and a seed or a key that lies anywhere for `rng`.
         New `params` are cast into a new `compute` where the state has one, unless it is given too.
         Everything else stays: moments and averages go on from what they were. For averages that
         begin again at new parameters, `fz.replan(state.replace(params=..., ema=None), model, tx,

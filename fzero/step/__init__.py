@@ -2,8 +2,8 @@
 
 - `factories`: `train_step`, `accumulate_step`, `eval_step`, `predict_step`.
 - `steps`: the shells that they return.
-- `checks`: what a shell refuses before anything runs; `scalars`: numbers that users wrote into the
-  optimizer's state.
+- `checks`: what a shell refuses before anything runs; `scalars`: numbers, and a key, that users
+  wrote into the state.
 - `rows_apart`: whether a loss is a sum over rows.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.

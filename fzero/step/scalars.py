@@ -1,4 +1,4 @@
-"""Numbers that a user wrote into the optimizer's state."""
+"""Numbers, and a key, that a user wrote into a state."""
 
 from __future__ import annotations
 
@@ -12,33 +12,42 @@ from jax.sharding import NamedSharding
 from fzero.errors import StateError
 from fzero.hosts.agree import require_same
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.relayout import place
+from fzero.state.init import key_of
 from fzero.state.train_state import TrainState
-from fzero.tree import path_name
+from fzero.tree import PyTree, path_name
 
 
 def with_scalars_placed(state: TrainState, blue: Blueprint, operation: str) -> TrainState:
-    """The state with numbers that a user wrote into the optimizer's state where the plan has them.
+    """The state with numbers and a key that a user wrote into it where the plan has them.
 
-    A hyperparameter of `optax.inject_hyperparams` is a scalar array on all devices. Users set it to
-    a Python number, or to an array that lies on one device.
+    A hyperparameter of `optax.inject_hyperparams` is a scalar array on all devices, as are the
+    step's number and the key. Users set them to a Python number, or to an array that lies on one
+    device.
 
     Raises:
-        StateError: one is not of the dtype that the optimizer's state has, or another one in each
-            process.
+        StateError: one is not of the dtype that the state has, or another one in each process.
     """
-    if not any(map(_is_given, jax.tree.leaves(state.opt_state))):
+    fields = {name: getattr(state, name) for name in ("step", "rng", "opt_state")}
+    if not any(map(_is_given, jax.tree.leaves(fields))):
         return state
-    named, tree = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    shapes = blue.shapes()["opt_state"]
-    expected: Any = jax.tree.structure(shapes)
-    given = {f"opt_state/{path_name(path)}": str(leaf) for path, leaf in named if _is_given(leaf)}
+    named = jax.tree_util.tree_leaves_with_path(fields)
+    given = {path_name(path): str(leaf) for path, leaf in named if _is_given(leaf)}
     require_same(operation, given, StateError)
-    wanted = jax.tree.leaves(shapes) if tree == expected else [None] * len(named)
-    placed = [
-        _placed(leaf, to, f"{operation}: opt_state/{path_name(path)}") if _is_given(leaf) else leaf
-        for (path, leaf), to in zip(named, wanted, strict=True)
-    ]
-    return state.replace(opt_state=jax.tree.unflatten(tree, placed))
+    shapes = blue.shapes()
+
+    def placed(name: str, tree: PyTree) -> PyTree:
+        named, structure = jax.tree_util.tree_flatten_with_path({name: tree})
+        wanted, expected = jax.tree.flatten({name: shapes[name]})
+        if structure != expected:  # checks will say so
+            wanted = [None] * len(named)
+        leaves = [
+            _placed(leaf, to, operation, path_name(path)) if _is_given(leaf) else leaf
+            for (path, leaf), to in zip(named, wanted, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)[name]
+
+    return state.replace(**{name: placed(name, tree) for name, tree in fields.items()})
 
 
 def _is_given(leaf: Any) -> bool:
@@ -49,10 +58,15 @@ def _is_given(leaf: Any) -> bool:
     return np.ndim(leaf) == 0 and isinstance(leaf, bool | int | float | np.generic | np.ndarray)
 
 
-def _placed(leaf: Any, to: Any, where: str) -> jax.Array:
+def _placed(leaf: Any, to: Any, operation: str, path: str) -> jax.Array:
     """A scalar as the plan keeps it; where it keeps none here, checks will say so."""
+    if path == "rng":
+        return place(key_of(leaf, operation), to.sharding)
     if to is None or to.shape != ():
         return jnp.asarray(leaf)
-    if not np.can_cast(np.asarray(leaf).dtype, to.dtype, "same_kind"):
-        raise StateError(f"{where} is {leaf!r}; expected a number of dtype {to.dtype}")
-    return jax.device_put(np.asarray(leaf, to.dtype), to.sharding)
+    number = np.asarray(leaf)
+    cast = number.astype(to.dtype)
+    exact = not np.issubdtype(to.dtype, np.integer) or cast == number
+    if not (np.can_cast(number.dtype, to.dtype, "same_kind") and exact):
+        raise StateError(f"{operation}: {path} is {leaf!r}; expected a number of dtype {to.dtype}")
+    return jax.device_put(cast, to.sharding)

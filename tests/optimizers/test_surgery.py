@@ -94,6 +94,30 @@ def test_what_moves_a_state_wants_an_array(tmp_path):
     for call in calls:
         with pytest.raises(fz.StateError, match="learning_rate is a float; steps take a number"):
             call(state)
+        with pytest.raises(fz.StateError, match="rng is a int; steps take a number"):
+            call(fz.init(stacked(), tx, cut).replace(rng=7))
+
+
+@pytest.mark.parametrize("key", [7, jax.random.key(7)], ids=["seed", "key"])
+def test_a_state_may_be_given_another_key_and_step(key):
+    """What they were changed to is what a state has that began so."""
+    tx, cut = optax.sgd(0.1), plan(zero=1, data=2)
+    model = stacked()
+    step, state = fz.train_step(model, tx, cut, donate=False), fz.init(model, tx, cut, rng=7)
+    there = jax.device_put(np.int32(3), state.step.sharding)
+    expected, _ = step(state.replace(step=there), batch(0))
+    found, _ = step(fz.init(model, tx, cut).replace(params=state.params, rng=key, step=3), batch(0))
+    tiny.same_bits(found, expected)
+    assert step.num_traces == 1
+    fz.eval_step(model, cut)(state.replace(rng=key), batch(0))
+
+
+@pytest.mark.parametrize("number", [2**40, np.int64(2**40), 1.5])
+def test_a_step_that_is_no_int32_is_refused(number):
+    tx, cut = optax.sgd(0.1), plan(zero=1, data=2)
+    state = fz.init(stacked(), tx, cut).replace(step=number)
+    with pytest.raises(fz.StateError, match=r"step is .*; expected a number of dtype int32"):
+        fz.train_step(stacked(), tx, cut)(state, batch(0))
 
 
 def test_a_hyperparameter_of_another_kind_is_refused():
