@@ -165,6 +165,26 @@ def test_angles_at_the_origin():
     agree(torch.atan2, torch.tensor([0.0, 0.0, 1.0, -1.0]), torch.tensor([0.0, 1.0, 0.0, -1.0]))
 
 
+def test_bounds_that_are_tensors_may_cross_be_met_or_be_none():
+    x = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 1.0, 2.0, -1.0])
+    low = torch.tensor([1.0, 1.0, 2.0, 6.0, 7.0, NAN, 2.0, 0.0])
+    high = torch.tensor([3.0, 1.0, 4.0, 6.0, 3.0, 2.0, NAN, -2.0])
+    agree(torch.clamp, x, low, high)
+    agree(torch.clamp_min, x, low)
+    agree(torch.clamp_max, x, high)
+
+
+def test_the_slope_of_a_size_is_the_direction_of_its_result():
+    size, angle = torch.tensor([[0.0, 0.0, 1.0, -2.0], [0.0, 1.0, 2.0, 3.0]])
+    agree(lambda size, angle: torch.view_as_real(torch.polar(size, angle)), size, angle)
+
+
+def test_incomplete_gammas_of_infinite_order():
+    grid = torch.meshgrid(*[torch.tensor([0.0, 1.0, INF])] * 2, indexing="ij")
+    for fn in (torch.igamma, torch.igammac):
+        agree(lambda a, x, fn=fn: fn(a.detach(), x.detach()), *(x.reshape(-1) for x in grid))
+
+
 def test_cross_entropy_of_certainties():
     x, y = torch.meshgrid(PROBABILITIES, torch.tensor([0.0, 1.0, 0.3]), indexing="ij")
     agree(F.binary_cross_entropy, x.contiguous(), y.contiguous())
@@ -393,3 +413,15 @@ def test_a_missing_pixel_stays_where_it_is(how):
     options = smooth if how == "smooth" else {"mode": how, "align_corners": False}
     for size in ((4, 4), (11, 7)):
         agree(lambda x, size=size: F.interpolate(x, size, **options), x)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (4, 5), (1, 6)])
+def test_a_missing_pixel_stays_in_its_windows(size):
+    x = torch.arange(36.0).reshape(1, 1, 6, 6)
+    x[..., 1, 2], x[..., 5, 5] = NAN, INF
+    agree(lambda x: F.adaptive_avg_pool2d(x, size), x)
+
+
+def test_an_infinite_maximum_goes_back_to_its_place():
+    x = torch.tensor([[1.0, INF, -INF]])
+    agree(lambda x: F.max_unpool1d(x, torch.tensor([[0, 2, 5]]), 2), x)

@@ -15,6 +15,7 @@ import numpy as np
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.features_last import Last, features, like, over, takes_last
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.tangents import sloped
 from torch_bridge.lower.whole_dims import undivided
 
 
@@ -148,8 +149,8 @@ def max_unpool(x: jax.Array, index: jax.Array, output_size: Sequence[int], *_: A
     values, index = jnp.reshape(x, (rows, -1)), jnp.reshape(index, (rows, -1))
     where = (jnp.arange(rows)[:, None], index)
     out = jnp.zeros((rows, math.prod(output_size)), x.dtype)
-    fixed = jax.lax.stop_gradient(values)
-    kept = out.at[where].set(fixed) + out.at[where].add(values - fixed)
+    kept = out.at[where].set(jax.lax.stop_gradient(values))
+    kept = kept + out.at[where].add(sloped(values, jnp.ones_like(values)))
     return jnp.reshape(kept, (*lead, *output_size))
 
 
@@ -240,16 +241,19 @@ def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None], lead: int) -> jax.A
         n = x.shape[lead + i]
         if size is None or size == n:
             continue
-        # Overlapping, uneven windows along one dim are a product with a small averaging matrix.
-        matrix = np.zeros((n, size), wide.dtype)
-        for column, (begin, end) in enumerate(_adaptive_bounds(n, size)):
-            matrix[begin:end, column] = 1.0 / (end - begin)
-        if size == 1:
-            wide = jnp.mean(wide, axis=lead + i, keepdims=True)
-        else:
-            moved = jnp.moveaxis(wide, lead + i, -1)
-            wide = jnp.moveaxis(jnp.matmul(moved, matrix), -1, lead + i)
+        wide = jnp.moveaxis(_window_means(jnp.moveaxis(wide, lead + i, -1), size), -1, lead + i)
     return wide.astype(x.dtype)
+
+
+def _window_means(x: jax.Array, size: int) -> jax.Array:
+    """Means of so many windows along the last dim, which may overlap and be of several lengths."""
+    n = x.shape[-1]
+    if n % size == 0:
+        return jnp.mean(jnp.reshape(x, (*x.shape[:-1], size, n // size)), axis=-1)
+    begin, end = np.transpose(_adaptive_bounds(n, size))
+    at = begin[:, None] + np.arange(max(end - begin))
+    values = jnp.where(at < end[:, None], x[..., np.minimum(at, n - 1)], 0)
+    return jnp.sum(values, axis=-1) / (end - begin).astype(x.dtype)
 
 
 @register_operator(

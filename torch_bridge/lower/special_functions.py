@@ -74,8 +74,8 @@ for _name, _fn in {
 for _name, _fn in {
     "special_xlog1py": xlog1py,
     "xlogy": xlogy,
-    "igamma": jsp.gammainc,
-    "igammac": jsp.gammaincc,
+    "igamma": lambda a, x: _of_infinite_order(jsp.gammainc, a, x, 0),
+    "igammac": lambda a, x: _of_infinite_order(jsp.gammaincc, a, x, 1),
     "logaddexp": logaddexp,
     "logaddexp2": logaddexp2,
     "copysign": copysign,
@@ -84,6 +84,10 @@ for _name, _fn in {
     register_operator(*(f"aten.{_name}.{kind}" for kind in _KINDS))(
         once(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
     )
+
+
+def _of_infinite_order(fn: Any, a: jax.Array, x: jax.Array, limit: int) -> jax.Array:
+    return jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x), jnp.nan, limit), fn(a, x))
 
 
 @register_operator("aten.logit.default")

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import cast, is_complex, promote, promote_float
+from torch_bridge.lower.arithmetic import sign
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.tangents import arctan2
+from torch_bridge.lower.tangents import arctan2, with_tangents
 
 
 _NONE, _ROOT, _FULL = 0, 1, 2  # at::native::fft_norm_mode
@@ -79,8 +80,15 @@ def complex_(real: jax.Array, imag: Any) -> jax.Array:
 
 @register_operator("aten.polar.default")
 def polar(size: jax.Array, angle: Any) -> jax.Array:
-    r, phi = promote(size, angle)
-    return complex_(r * jnp.cos(phi), r * jnp.sin(phi))
+    return _polar(*promote(size, angle))
+
+
+# torch's slope of the size is the direction of the result, which 0 has none of.
+_polar = with_tangents(
+    lambda r, phi: jax.lax.complex(r * jnp.cos(phi), r * jnp.sin(phi)),
+    lambda dr, out, *_: dr.astype(out.dtype) * sign(out),
+    lambda dphi, out, *_: dphi.astype(out.dtype) * (1j * out),
+)
 
 
 @register_operator("aten.real.default")

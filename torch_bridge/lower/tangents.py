@@ -157,6 +157,15 @@ ndtri = with_tangents(
 )
 
 
+# Bounds that cross have the upper one, and the lower one no gradient.
+between = with_tangents(
+    lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high),
+    lambda dx, _, x, low, high: jnp.where((x >= low) & (x <= high), dx, 0),
+    lambda dlow, _, x, low, high: jnp.where((x < low) & (low < high), dlow, 0),
+    lambda dhigh, _, x, low, high: jnp.where((x > high) | (high < low), dhigh, 0),
+)
+
+
 # Of the quotient that the value is the remainder of: JAX's slope rounds it before its floor.
 modulo = with_tangents(
     jnp.remainder, lambda dx, out, x, y: dx, lambda dy, out, x, y: -dy * jnp.floor_divide(x, y)
