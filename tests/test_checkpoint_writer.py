@@ -1,5 +1,6 @@
 """Checkpoints are written in the background: threads, forks, what fails, and kills."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -115,6 +116,16 @@ def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypat
     fz.save(tmp_path, state, plan)
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).number == 0
+
+
+def test_after_a_path_that_is_no_folder_others_logs_of_orbax_stay(states, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((fz.CheckpointError, OSError)):
+        fz.save(tmp_path / "file" / "run", states("zero 3"), PLANS["zero 3"])
+    logger, error = logging.getLogger("absl"), (OSError, OSError("of another"), None)
+    where = "orbax/checkpoint_manager.py"
+    logger.handle(logger.makeRecord("absl", logging.ERROR, where, 1, "lost", (), error))
+    assert "of another" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_leaves_no_thread_behind(states, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ class _ToldHere(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.writing: set[Manager] = set()
+        self.writing: weakref.WeakSet[Manager] = weakref.WeakSet()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is logged."""
@@ -133,7 +134,6 @@ class Manager:
     def __init__(self, path: str, keep: int | None) -> None:
         self._failed: list[BaseException] = []
         logging.getLogger("absl").addFilter(_TOLD_HERE)  # once, however often it is added
-        _TOLD_HERE.writing.add(self)
         # Of a folder that cannot be made in the background, orbax's threads wait for ten minutes,
         # and the end of the process for them.
         make = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
@@ -148,6 +148,7 @@ class Manager:
 
     def save(self, number: int, args: Any) -> None:
         """Begins to write; `wait_until_finished` says what fails, a folder not made included."""
+        _TOLD_HERE.writing.add(self)
         try:
             self._manager.save(number, args=args)
         except OSError as error:
