@@ -422,6 +422,12 @@ def test_a_missing_pixel_stays_in_its_windows(size):
     agree(lambda x: F.adaptive_avg_pool2d(x, size), x)
 
 
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_what_a_segment_begins_with_shares_no_gradient_with_its_equals(kind):
+    x, lengths = torch.tensor([1.0, 1, 1, 2, 1, 0, 0]), torch.tensor([3, 0, 4])
+    agree(lambda x: torch.segment_reduce(x, kind, lengths=lengths, initial=1.0), x)
+
+
 def test_an_infinite_maximum_goes_back_to_its_place():
     x = torch.tensor([[1.0, INF, -INF]])
     agree(lambda x: F.max_unpool1d(x, torch.tensor([[0, 2, 5]]), 2), x)

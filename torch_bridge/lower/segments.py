@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
+from torch_bridge.lower.arithmetic import clamp
 from torch_bridge.lower.index import not_negative
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
@@ -40,8 +41,9 @@ def _segments(
     if axis:
         one = jax.vmap(lambda d, b: _segments(d, reduce, b, axis - 1, initial))
         return one(data, bounds)
+    extreme = reduce in ("max", "min")
     start = {"max": -np.inf, "min": np.inf, "prod": 1.0}.get(reduce, 0.0)
-    start = start if initial is None else initial
+    start = start if initial is None or extreme else initial
     # What stands before the first segment or behind the last one goes to an index that is cut off.
     segments = bounds.shape[0] - 1
     position = jnp.where(
@@ -50,6 +52,8 @@ def _segments(
     first = jnp.full((segments + 1, *data.shape[1:]), start, data.dtype)
     kind = {"max": "amax", "min": "amin", "mean": "sum"}.get(reduce, reduce)
     found = reduce_into(first, (position,), data, kind, True)[:segments]
+    if extreme and initial is not None:  # which has no share in the gradient of equals
+        return clamp(found, **{"min" if reduce == "max" else "max": initial})
     if reduce != "mean":
         return found
     sizes = jnp.reshape(jnp.diff(bounds), (-1, *(1,) * (data.ndim - 1))).astype(data.dtype)
