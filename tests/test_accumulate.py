@@ -15,7 +15,7 @@ import fzero as fz
 from fzero.preflight import hlo
 
 
-SGD = optax.sgd(1.0)
+SGD, MOMENTUM = optax.sgd(1.0), optax.sgd(0.1, momentum=0.9)
 MODEL = tiny.chain()
 # Three batches with different numbers of tokens; together one of 24 rows.
 PARTS = [tiny.tokens(8, seed=k) for k in range(3)]
@@ -227,3 +227,16 @@ class TestReduce:
     def test_stages_that_never_hold_whole_gradients_refuse(self, zero):
         with pytest.raises(fz.PlanError, match=f"zero={zero}.*reduce='microbatch'"):
             tiny.plan(zero=zero, reduce="step")
+
+
+def test_a_parked_update_takes_sums_of_several_calls_and_then_of_one():
+    """Those are float32, these bfloat16: another program each."""
+    losses = []
+    for tiers in ({}, {"opt_state": "host"}):
+        one = tiny.plan(zero=3, precision="bf16", tiers=tiers)
+        add, step = fz.accumulate_step(MODEL, MOMENTUM, one), fz.train_step(MODEL, MOMENTUM, one)
+        state, _ = add(fz.init(MODEL, MOMENTUM, one, rng=0), PARTS[0])
+        for part in PARTS[1:]:
+            state, metrics = step(state, part)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]

@@ -136,8 +136,9 @@ class PlacedUpdate:
 
     def _made(self, name: str, make: Callable[..., Any], args: tuple[Values, ...]) -> Any:
         """A function of leaves by their shapes, made when it is first called."""
-        # All else is settled by the plan and the model.
-        key = name, str(jax.tree.structure(args))
+        # Sums of several calls are float32, those of one the backward pass's. All else is settled
+        # by the plan and the model.
+        key = name, str(jax.tree.structure(args)), tuple(x.dtype for x in jax.tree.leaves(args))
         if key not in self._functions:
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)),
