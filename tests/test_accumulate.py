@@ -239,4 +239,5 @@ def test_a_parked_update_takes_sums_of_several_calls_and_then_of_one():
         for part in PARTS[1:]:
             state, metrics = step(state, part)
         losses.append(float(metrics["loss"]))
-    assert losses[0] == losses[1]
+    # An update in slabs may round once more; so may a weight that is cast from it.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
