@@ -9,7 +9,7 @@
 #SBATCH --signal=TERM@120
 
 OUT=${OUT:-/shared/run}   # a directory that all nodes see
-RESUME=$([ -d "$OUT/checkpoints" ] && echo --resume)
+RESUME=$([ -e "$OUT/run.json" ] && echo --resume)   # also where it has no checkpoint yet
 
 # fzero finds its world in what srun sets. One lost process ends all (exit code 75).
 srun --kill-on-bad-exit=1 fzero train --model hf:gpt2.json --data /shared/text/*.txt \

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fzero as fz
+from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.settings import DataSettings
-from torch_bridge.cli.run import data, verify
+from torch_bridge.cli.run import data, resume, verify
 
 
 pytestmark = pytest.mark.slow
@@ -204,16 +205,34 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(
         assert before[name] == after[name]
 
 
+@pytest.mark.parametrize("left", ["summary.json", "adapter_model.safetensors", "checkpoints/3"])
+def test_only_a_run_without_checkpoint_and_end_begins_anew(tmp_path: Path, left: str) -> None:
+    with pytest.raises(CommandError, match="expected a checkpoint in"):
+        resume.newest(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert resume.newest(tmp_path) is None
+    (tmp_path / left).mkdir()  # a damaged checkpoint, say
+    with pytest.raises(CommandError, match="--resume: "):
+        resume.newest(tmp_path)
+
+
 def test_a_module_from_a_factory_trains_in_bf16_and_evaluates(
     tmp_path: Path, factory_file: Path, texts: list[Path], here: Command
 ) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "out"  # of a run that was killed in its first step
+    out.mkdir()
+    (out / "run.json").write_text("{}")
+    (out / "metrics.jsonl").write_text('{"step": 0, "val_loss": 1.0}\n{"st')
     done = here(
         "train", "--model", f"{factory_file}:bigram", "--data", texts[0], "--data", texts[1],
-        "--out", out, "--steps", 4, "--batch", 2, "--seq", 16, "--zero", 2, "--devices", 2,
-        "--precision", "bf16", "--eval-sequences", 8, "--verify",
+        "--resume", "--out", out, "--steps", 4, "--batch", 2, "--seq", 16, "--zero", 2,
+        "--devices", 2, "--precision", "bf16", "--eval-sequences", 8, "--verify",
     )  # fmt: skip
     assert done.status == 0, done.stderr
+    assert "ended before its first checkpoint; it begins anew" in done.stdout
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert sorted({*steps}) == [0, 1, 2, 3, 4]
     summary = summary_of(out)
     assert summary["logits_max_abs_diff"] <= 1e-4
     assert summary["torch_val_loss"] == pytest.approx(summary["val_loss_last"], rel=2e-2)

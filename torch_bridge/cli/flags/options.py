@@ -109,7 +109,11 @@ SaveEveryOption = Annotated[
 ]
 ResumeOption = Annotated[
     bool,
-    of_results("--resume", help="Go on from --out's newest checkpoint, with the same flags."),
+    of_results(
+        "--resume",
+        help="Go on from --out's newest checkpoint, with the same flags; or begin anew where the"
+        " run was ended before its first one.",
+    ),
 ]
 LogOption = Annotated[
     list[str] | None,

@@ -73,15 +73,16 @@ def _train(settings: TrainSettings, task: Task, stop: StopOnInterrupt) -> int:
         outputs.check(settings.out, settings.overwrite)
     # Before a checkpoint is looked for: that starts jax, with the devices it was given by then.
     num_devices = _devices(settings)
-    if settings.resume:
-        checkpoint = resume.newest(settings.out)
+    checkpoint = resume.newest(settings.out) if settings.resume else None
+    begun = settings.resume and checkpoint is None
+    settings = replace(settings, resume=checkpoint is not None)
     own = hosts.own(settings, world)
     plan = settings.plan(num_devices)
     rows, tx = check_batch(settings.batch, plan), optimizer(settings)
     job = _prepare(task, task.load(settings), plan, rows)
     saver, history = Saver(settings, plan, job.corpus.whole), History()
     require_same("fzero train", saver.run)
-    if settings.resume:
+    if checkpoint is not None:
         saver.require_same(checkpoint)
         state = fz.restore(saver.folder, job.model, tx, plan, number=checkpoint.number)
         history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
@@ -98,7 +99,9 @@ def _train(settings: TrainSettings, task: Task, stop: StopOnInterrupt) -> int:
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
-        if settings.resume:
+        if begun:
+            shown.line("--resume: the run was ended before its first checkpoint; it begins anew")
+        if checkpoint is not None:
             shown.line(f"resumed after step {checkpoint.step} of {settings.steps}")
         gauge = _gauge(settings, job, state, num_devices)
         if world.process_id == 0 and not settings.resume:

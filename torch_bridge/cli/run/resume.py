@@ -61,8 +61,11 @@ class Saver:
             )
 
 
-def newest(out: Path) -> fz.Checkpoint:
+def newest(out: Path) -> fz.Checkpoint | None:
     """What a run can be resumed from; process 0 says what is there.
+
+    Returns:
+        The checkpoint; `None` of a run that was ended before its first one, which begins anew.
 
     Raises:
         CommandError: there is nothing, or nothing that `fzero train` wrote.
@@ -72,8 +75,10 @@ def newest(out: Path) -> fz.Checkpoint:
     try:
         number = fz.checkpoint(out / FOLDER).number
     except fz.CheckpointError as error:
-        why = str(error)
+        why = "" if _only_begun(out) else str(error)
     number, why = exchange("resume", (number, why))[0]
+    if number is None and not why:
+        return None
     if number is None:
         raise CommandError(
             f"--resume: {why}; a run writes checkpoints with --save-every, and when Ctrl-C ends it"
@@ -85,6 +90,15 @@ def newest(out: Path) -> fz.Checkpoint:
     if not isinstance(found.data_position, dict) or "run" not in found.data_position:
         raise CommandError(f"--resume: {out / FOLDER} was not written by `fzero train`")
     return found
+
+
+def _only_begun(out: Path) -> bool:
+    """Whether a run began here that has neither a checkpoint, be it damaged, nor an end."""
+    ends = (outputs.SUMMARY, *outputs.OF_A_MODEL)
+    return (out / outputs.RUN).exists() and not (
+        any(path.name.isdigit() for path in (out / FOLDER).glob("*"))
+        or any(path.match(end) for path in out.iterdir() for end in ends)
+    )
 
 
 def rewind(out: Path, step: int, eval_every: int) -> History:
