@@ -127,26 +127,25 @@ class Update:
         plan, blue = self.plan, self.blueprint
         if blue.updates_shards and not plan.shards("opt_state"):
             return self._as_stage_1(fields, step, gradients, metrics, norm)
-        count = gradients.mean.count
-        new = {**gradients.changed, "step": step + 1, "grads": None}
-        new |= self._updated(fields, gradients.sums, count, norm, metrics["loss"])
+        count, known = gradients.mean.count, norm
         counts = count != 0
         norm = jnp.where(counts, norm, 0)
         finite = jnp.isfinite(norm)
-        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
-        new["loss_scale"] = None
         # A batch in which nothing counts, all padding, takes no step.
         taken = counts & finite if plan.skips else counts
-        kept = ("params", "compute", *OWNED, "buffers")
-        old = {**{name: fields[name] for name in kept}, "step": step}
-        for name, value in old.items():
-            new[name] = jax.tree.map(partial(jnp.where, taken), new[name], value)
+        new = {**gradients.changed, "step": step + 1, "grads": None}
+        new |= self._updated(fields, gradients.sums, count, known, metrics["loss"], taken)
+        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
+        new["loss_scale"] = None
+        kept = (*OWNED, "buffers")
+        for name, value in {**{name: fields[name] for name in kept}, "step": step}.items():
+            new[name] = _chosen(taken, new[name], value)
         if plan.skips:
             new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
         shapes = blue.shapes()
-        for name in ("step", *kept, "loss_scale"):
+        for name in ("step", "params", "compute", *kept, "loss_scale"):
             new[name] = jax.tree.map(_constrained, shapes[name], new[name])
         return new, metrics
 
@@ -243,14 +242,17 @@ class Update:
         count: jax.Array,
         norm: jax.Array,
         loss: jax.Array,
+        taken: jax.Array,
     ) -> Values:
-        """New parameters, compute copy, optimizer state and averages."""
+        """New optimizer state and averages; parameters and compute copy, the old ones unless
+        `taken`."""
         plan, blue = self.plan, self.blueprint
         opt_state, ema = fields["opt_state"], fields["ema"]
+        old = trained(blue.params, fields["params"])
         # Optimizers add up all rows, those that only fill up a shorter rank of a pipeline too.
         params, sums = (
             map_splits(lambda s, x: s.home.layers_alone(x) if s.home else x, self.splits, tree)
-            for tree in (trained(blue.params, fields["params"]), sums)
+            for tree in (old, sums)
         )
 
         def whole(params: PyTree) -> PyTree:
@@ -261,14 +263,20 @@ class Update:
             updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
             params = optax.apply_updates(params, updates)
             ema = self._averaged(ema, params, loss)
+            params = _chosen(taken, params, old)
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
             return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
         if not plan.shards("params"):
-            params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.splits, params)
+            params, old = (
+                map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.splits, tree)
+                for tree in (params, old)
+            )
         given = sums, opt_state, ema, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
         shards, opt_state, ema = apart(run, loss) if self.all_apart else run()
+        # Before they are gathered: of whole ones the old would have to be there beside the new.
+        shards = _chosen(taken, shards, old)
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
@@ -368,6 +376,11 @@ class Update:
             for i, result in zip(numbers, results, strict=True):
                 found[i] = result
         return found
+
+
+def _chosen(taken: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """The new values of a step that is taken, else the old ones."""
+    return jax.tree.map(partial(jnp.where, taken), new, old)
 
 
 def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array | None:
