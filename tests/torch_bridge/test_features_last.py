@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from parity import check_parity
 from torch import nn
 from torch.nn import functional as F
 
+import fzero as fz
 import torch_bridge as tb
 from torch_bridge.lower import features_last
 from torch_bridge.lower.norm import layer_norm
@@ -185,3 +187,19 @@ def test_moments_have_every_derivative() -> None:
         got, want = (derivative(mixed(fn))(x) for fn in (own, plain))
         # Sums in another order; a term that rounds to zero is left out.
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_pooling_with_padding_may_be_divided_over_the_devices_of_a_layer() -> None:
+    """Its own derivative holds what XLA's partitioner would get wrong."""
+    tx = optax.sgd(0.1)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, 2, 1), nn.Flatten(1))
+    x = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
+    model = tb.convert(module, x).model(
+        lambda forward, batch: jnp.mean(jnp.square(forward(batch["x"])))
+    )
+    found = []
+    for plan in (fz.Plan(data=1), fz.Plan(data=1, tensor=2)):
+        step, state = fz.train_step(model, tx, plan), fz.init(model, tx, plan)
+        state, metrics = step(state, {"x": x.numpy()})
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(*found, rtol=1e-5)

@@ -400,6 +400,8 @@ def test_which_pivot_is_not_there(upper):
     for fn in (torch.linalg.inv_ex, torch.linalg.lu_factor_ex):
         agree(lambda x, fn=fn: fn(x.detach())[-1].float(), x)
     agree(lambda x: torch.linalg.solve_ex(x.detach(), torch.ones(3))[1].float(), x)
+    z = torch.complex(x, x.tril(-1) - x.triu(1))
+    agree(lambda x: torch.linalg.cholesky_ex(x.detach() * z, upper=upper)[1].float(), x)
     agree(lambda x: torch.linalg.matrix_norm(x, 2), torch.zeros(0, 0))
     agree(lambda x: torch.linalg.cholesky_ex(x.detach())[1].float(), torch.zeros(2, 0, 0))
 

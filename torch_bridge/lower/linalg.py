@@ -43,7 +43,7 @@ def _cholesky_info(x: jax.Array, upper: bool) -> jax.Array:
         column = jnp.take(rest, k, axis=-1)
         pivot = jnp.real(jnp.take(column, k, axis=-1))
         products = column[..., :, None] * jnp.conj(column)[..., None, :]
-        return rest - products / pivot[..., None, None], ~(pivot > 0)
+        return rest - products / pivot[..., None, None].astype(rest.dtype), ~(pivot > 0)
 
     _, bad = jax.lax.scan(step, whole, jnp.arange(x.shape[-1]))
     return _first_of(jnp.moveaxis(bad, 0, -1))

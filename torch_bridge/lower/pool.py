@@ -93,17 +93,16 @@ def _max_pool(
             return _max_pool(x.in_order(), dims, kernel, stride, padding, dilation, ceil_mode)
         return _best_slices(x, windows)[0]
     array, _ = features(x)
-    # XLA's partitioner gives wrong gradients of windows that overlap over a divided dim.
-    over_dims = range(windows.lead, windows.lead + dims)
-    best = _largest_of(windows)(undivided(array, over_dims))
-    return like(x, undivided(best, over_dims))
+    return like(x, _largest_of(windows, range(windows.lead, windows.lead + dims))(array))
 
 
-def _largest_of(windows: _Windows) -> Any:
+def _largest_of(windows: _Windows, dims: Sequence[int]) -> Any:
     """The largest value of each window; of only -inf its first element has the gradient."""
 
     def largest(x: jax.Array) -> jax.Array:
-        return windows.reduce(x, _lowest(x), jax.lax.max)
+        # XLA's partitioner gives wrong gradients of windows that overlap over a divided dim.
+        best = windows.reduce(undivided(x, dims), _lowest(x), jax.lax.max)
+        return undivided(best, dims)
 
     if not any(low or high for low, high in windows.edges):
         return largest
