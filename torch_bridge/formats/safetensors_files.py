@@ -8,8 +8,9 @@ Writing streams: the header follows from shapes alone, then tensor after tensor 
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ _METADATA = "__metadata__"
 _FORMAT = {"format": "pt"}
 # An index has some hundred bytes for each tensor, and a model some ten thousand tensors.
 _INDEX_BYTES = 64 * 2**20
+# A file's number and how many there are, as all libraries name shards.
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(?=\.)")
 
 
 def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
@@ -123,7 +126,24 @@ def read_index(path: Path, suffix: str) -> dict[str, list[str]]:
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise CheckpointError(f"{path.name}: lists {missing[:5]}, which are not beside it")
+    _require_all_shards(path.name, files)
     return files
+
+
+def _require_all_shards(index: str, files: Collection[str]) -> None:
+    """Refuses an index that leaves out a whole file: their names say how many there are."""
+    listed: dict[tuple[str, str], set[int]] = {}
+    for file in files:
+        if found := _SHARD.search(file):
+            listed.setdefault((file[: found.start()], found[2]), set()).add(int(found[1]))
+    for (stem, total), numbers in listed.items():
+        if len(numbers) < int(total):
+            raise CheckpointError(
+                f"{index}: lists {len(numbers)} of the {int(total)} files {stem}-...-of-{total},"
+                f" numbers {sorted(numbers)[:5]}; what is in the others would be missing. Copy the"
+                " checkpoint again, index included; where it is meant to be a part, give the files"
+                " names, there and in the index, without -of-"
+            )
 
 
 def _is_bare(file: str) -> bool:

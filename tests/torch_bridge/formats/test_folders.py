@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import format_cases as cases
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import torch_bridge as tb
 from fzero.errors import CheckpointError
@@ -54,3 +56,18 @@ def test_a_damaged_adapter_is_told_with_its_folder(
     (tmp_path / "mine" / file).write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match=rf"mine: {file}: (not|cannot)"):
         tb.lora(adapted.base, tmp_path / "mine")
+
+
+def test_an_index_that_leaves_out_a_whole_file_is_refused(tmp_path: Path) -> None:
+    """Files say how many they are; numbers begin at 0 or 1, and others may lie beside them."""
+    files = [f"model-0000{number}-of-00003.safetensors" for number in (0, 1, 2)]
+    for name, file in zip("abcd", (*files, "more.safetensors"), strict=True):
+        save_file({name: torch.ones(2)}, tmp_path / file)
+    listed = dict(zip("abcd", (*files, "more.safetensors"), strict=True))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    assert sorted(tb.checkpoint(tmp_path).tensors) == ["a", "b", "c", "d"]
+    del listed["b"]
+    index.write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(CheckpointError, match=r"index.json: lists 2 of the 3 files model-\.\.\."):
+        tb.checkpoint(tmp_path)
