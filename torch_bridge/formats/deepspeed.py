@@ -14,13 +14,14 @@ The files are those of `torch.save` with a few objects of DeepSpeed's own among 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from torch_bridge.formats.adam import MOMENTS, at_one_step, read_optimizer
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed_files import (
@@ -110,6 +111,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
         optimizer = unread[0]
     elif steps:
         optimizer = at_one_step(steps, folder.name, optimized, groups)
+    _require_layers(files, models, tensors, optimized[FP32], optimizer)
     kind = "DeepSpeed" if not files.optims else f"DeepSpeed ZeRO-{'3' if stage3 else '1/2'}"
     extra = {k: state[k] for k in ("global_steps", "global_samples", "dp_world_size",
              "mp_world_size") if isinstance(state.get(k), int)}  # fmt: skip
@@ -194,6 +196,42 @@ def _require_whole(files: Files, models: Mapping[Any, Mapping[str, Any]]) -> Non
     if len(steps) > 1:
         raise CheckpointError(
             f"{folder}: its files are of different steps {sorted(steps)[:5]}: a save was cut short"
+        )
+
+
+def _require_layers(
+    files: Files,
+    models: Mapping[Any, Mapping[str, Any]],
+    tensors: Mapping[str, LazyTensor],
+    fp32: Mapping[str, LazyTensor],
+    optimizer: Optimizer | str | None,
+) -> None:
+    """Raises `CheckpointError` if a layer's file of a pipeline is missing; warns if one may be.
+
+    Layers without a file are the functions among them; nothing else says how many layers there are.
+    """
+    if not files.layers and any(state.get("module") is not None for state in models.values()):
+        return
+    folder, have = files.folder.name, set(files.layers)
+    learned = {int(first) for n in fp32 if (first := n.split(".")[0]).isdigit()}
+    if lost := sorted(learned - have):
+        raise CheckpointError(
+            f"{folder}: expected layer_{lost[0]:02}-model_states.pt: layers {lost[:8]} learn, and"
+            " have no files"
+        )
+    moments = optimizer.exp_avg if isinstance(optimizer, Optimizer) and not fp32 else {}
+    spare = Counter(t.shape for t in moments.values()) - Counter(t.shape for t in tensors.values())
+    if spare:
+        raise CheckpointError(
+            f"{folder}: its optimizers have moments of {spare.total()} parameters that no"
+            f" layer_XX-model_states.pt has, of shapes {list(spare)[:5]}: there are layers"
+            f" {sorted(have)[:50]}"
+        )
+    if gaps := sorted(set(range(max(have, default=0))) - have):
+        warn(
+            f"{folder}: there are no files of layers {gaps[:8]}, layer_{gaps[0]:02}-model_states.pt"
+            " and so on: right if they are functions, or else their frozen weights and buffers are"
+            " missing here"
         )
 
 

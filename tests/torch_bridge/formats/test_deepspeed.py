@@ -345,6 +345,28 @@ def test_a_pipeline_is_whole_and_of_one_step(tmp_path: Path) -> None:
         tb.checkpoint(tmp_path / "zero")
 
 
+@pytest.mark.parametrize("lost", [0, 4])
+def test_a_layers_file_that_a_pipeline_has_lost_is_missed(tmp_path: Path, lost: int) -> None:
+    stages(tmp_path / "step", two_stages())
+    (tmp_path / f"step/layer_{lost:02}-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"moments of 2 parameters that no layer_XX-model"):
+        tb.checkpoint(tmp_path / "step")
+    for layer in ("layer_02", "layer_*"):  # with ZeRO, names tell
+        shutil.copytree(DATA / "pipe", tmp_path / layer)
+        for file in (tmp_path / layer / "global_step2").glob(f"{layer}-model_states.pt"):
+            file.unlink()
+        with pytest.raises(CheckpointError, match=r"expected layer_02-.*: layers \[2\] learn, and"):
+            tb.checkpoint(tmp_path / layer)
+
+
+def test_a_layer_without_a_file_may_be_a_function(tmp_path: Path) -> None:
+    stages(tmp_path / "step", two_stages())
+    last = tmp_path / "step/layer_04-model_states.pt"
+    last.rename(tmp_path / "step/layer_05-model_states.pt")
+    with pytest.warns(UserWarning, match=r"no files of layers \[4\].* right if they are functions"):
+        assert "5.weight" in tb.checkpoint(tmp_path / "step").tensors
+
+
 def test_a_tied_layer_of_a_pipeline_has_the_modules_own_name() -> None:
     whole = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     whole[3].weight = whole[0].weight
