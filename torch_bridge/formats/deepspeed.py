@@ -239,7 +239,10 @@ def _first(models: Mapping[tuple[int | None, int], dict[str, Any]], rank: int) -
     """What the first data rank wrote for a model rank."""
     found = models.get((None, rank), models.get((0, rank)))
     if found is None:
-        raise CheckpointError(f"there is no file with the model states of model rank {rank}")
+        raise CheckpointError(
+            f"expected mp_rank_{rank:02}_model_states.pt, or zero_pp_rank_0_mp_rank_{rank:02}_model"
+            "_states.pt of stage 3: there is no file with that model rank's states"
+        )
     return found
 
 

@@ -61,7 +61,9 @@ def restore(
             it, beside which all weights keep their initial values. From an object store (`s3://`,
             `gs://`) every process copies it to its host's disk first.
         converted: the module or chain that the checkpoint is of.
-        tx: the optimizer; `None` for a state that is only evaluated.
+        tx: the optimizer; `None` for a state that is only evaluated. Its rates, betas and decay are
+            those that count: unlike torch's `load_state_dict`, the file's are neither taken over
+            nor compared (`checkpoint(path).optimizer.groups` has them).
         plan: how to lay the state out.
         rng: seed or `jax.random.key`, as for `fz.init`.
         devices: devices to use; all by default.
