@@ -1,5 +1,6 @@
 """Checkpoints are written in the background: threads, forks, what fails, and kills."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -55,6 +56,29 @@ def test_reading_what_there_is_waits_for_nobody(states, tmp_path, monkeypatch):
     go.set()
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).data_position == "second"
+
+
+def test_a_directory_that_another_process_writes_is_refused(states, tmp_path):
+    """Both would fill one unfinished checkpoint. A lock belongs to who opened the file."""
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(fz.CheckpointError, match="another process is writing a checkpoint into"):
+        fz.save(tmp_path, states("zero 3"), PLANS["zero 3"])
+    assert not list(tmp_path.iterdir())
+    os.close(other)
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is given back when all is written
+    os.close(other)
+
+
+def test_checkpoints_of_another_run_in_between_are_told(states, tmp_path):
+    for _ in range(2):
+        fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    (tmp_path / "1").rename(tmp_path / "4")
+    with pytest.warns(UserWarning, match="wrote none after 1: two runs write into one directory"):
+        assert fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False) == 5
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
 
 
 def full_disk(patch, times: int) -> None:

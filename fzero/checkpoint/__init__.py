@@ -2,4 +2,5 @@
 
 - `write` and `restore`; `record`: what is known of a checkpoint without its arrays.
 - `manager` writes with orbax, `shards` what each process has; `objects`: object stores (`urls`).
+- `claim`: one run at a time writes into a directory.
 """

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from fzero.axes import zero_sizes
-from fzero.checkpoint import objects
+from fzero.checkpoint import claim, objects
 from fzero.checkpoint.record import FORMAT, absolute_path, array_key
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
@@ -49,6 +49,7 @@ FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 _LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
 _HELD: set[str] = set()
+_LAST: dict[str, int] = {}  # the number that this process wrote last into a directory
 _LOST: list[str] = []  # paths of which, at exit, the last checkpoint could not be written
 _ANY = ""  # saves to any path begin one after another: orbax knows them by the last one's number
 # A forked process has none of the threads that write or hold a lock here, and would wait for ever.
@@ -177,11 +178,23 @@ def _to_directory(
     arrays, shards = _split_by_writer(leaves)
     folder = absolute_path(path)
     _finish_at_exit()
-    manager = Manager(folder, keep)
+    first_says(lambda: claim.take(folder) or 0)
+    try:
+        manager = Manager(folder, keep)
+    except BaseException:
+        claim.give(folder)
+        raise
     _OPEN[folder] = _Open(manager)
     number = first_says(lambda: _after(manager.latest_step()))
     _OPEN[folder] = _Open(manager, number)
     manager.save(number, args=items(arrays, shards, {**meta, "parts": sorted(shards)}))
+    before, _LAST[folder] = _LAST.get(folder, number), number
+    if number > before + 1 and jax.process_index() == 0:
+        warn(
+            f"save: checkpoint {number - 1} in {folder} is there, and this process wrote none after"
+            f" {before}: two runs write into one directory. `keep=` counts both's, and the newest"
+            " may be the other one's; give each its own path"
+        )
     return number
 
 
@@ -224,8 +237,11 @@ def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
     if found is None:
         return None
     try:
-        found.writer.wait_until_finished()
-        found.writer.close()
+        try:
+            found.writer.wait_until_finished()
+            found.writer.close()
+        finally:
+            claim.give(absolute_path(path))
     except Exception as error:  # whatever the background writer met
         which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
         failed = CheckpointError(
