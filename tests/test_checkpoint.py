@@ -116,6 +116,22 @@ def test_a_damaged_one_with_none_beside_it_names_no_other(states, tmp_path):
     assert "to go on from" not in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [
+    lambda meta: meta.pop("step"), lambda meta: meta.update(step=7, plan=None),
+    lambda meta: meta["rng"].reverse(), lambda meta: meta["data_position"].update(row=65),
+])  # fmt: skip
+def test_what_is_said_beside_the_arrays_is_as_it_was_written(states, tmp_path, change):
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], data_position={"row": 64, 1: (2.5, None)})
+    fz.wait(tmp_path)
+    assert fz.checkpoint(tmp_path).data_position == {"row": 64, "1": [2.5, None]}
+    file = tmp_path / "0" / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    change(meta)
+    file.write_text(json.dumps(meta))
+    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .* damaged: .*meta/metadata"):
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+
+
 def test_leaves_without_elements_go_along(tmp_path):
     """They are not written; those behind them keep their places."""
     values = {"a": np.zeros((0, 4), np.float32), "b": np.arange(8.0, dtype=np.float32)}
@@ -421,7 +437,7 @@ def test_rows_that_only_a_larger_model_has_are_named_where_they_are_left_out(tmp
     fz.save(tmp_path, fz.init(rows_of(28), None, plan, devices=devices), plan, asynchronous=False)
     meta = tmp_path / "0" / "meta" / "metadata"
     earlier = json.loads(meta.read_text())
-    del earlier["padded"]  # as earlier versions wrote it
+    del earlier["padded"], earlier["sum"]  # as earlier versions wrote it
     meta.write_text(json.dumps(earlier))
     with pytest.warns(UserWarning, match=r"params/w: expected float32\[26, 3\].* \[28, 3\]"):
         fz.restore(tmp_path, rows_of(26), None, plan, devices=devices)

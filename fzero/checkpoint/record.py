@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from fzero.summary import Printed, summary
 FORMAT = 2
 # Format 1 says less of how a state was shared out; who reads that alone refuses format 2.
 READABLE = (1, FORMAT)
+_SUM = "sum"
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +136,19 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
             f" {list(READABLE)} of fzero, got"
             f" {meta.get('format') if isinstance(meta, dict) else type(meta).__name__}"
         )
+    if meta.get(_SUM) not in (None, sealed(meta)[_SUM]):
+        raise CheckpointError(
+            f"restore: checkpoint {number} in {folder} is damaged: what its file meta/metadata says"
+            f" was changed after it was written (changed by hand: take {_SUM!r} out of it as well)"
+            f"{instead(folder, number)}"
+        )
     return meta
+
+
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written beside the arrays, with a checksum of it: no value shows that it is wrong."""
+    rest = json.loads(json.dumps({key: value for key, value in meta.items() if key != _SUM}))
+    return {**meta, _SUM: zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
 
 
 def _is_there(folder: Any, number: int) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 
 from fzero.axes import zero_sizes
 from fzero.checkpoint import claim, objects
-from fzero.checkpoint.record import FORMAT, absolute_path, array_key
+from fzero.checkpoint.record import FORMAT, absolute_path, array_key, sealed
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key
@@ -187,7 +187,7 @@ def _to_directory(
     _OPEN[folder] = _Open(manager)
     number = first_says(lambda: _after(manager.latest_step()))
     _OPEN[folder] = _Open(manager, number)
-    manager.save(number, args=items(arrays, shards, {**meta, "parts": sorted(shards)}))
+    manager.save(number, args=items(arrays, shards, sealed(meta | {"parts": sorted(shards)})))
     before, _LAST[folder] = _LAST.get(folder, number), number
     if number > before + 1 and jax.process_index() == 0:
         warn(
@@ -205,7 +205,7 @@ def _to_objects(
     arrays, shards = _split_by_writer(leaves)
     url = absolute_path(path)
     number = first_says(lambda: objects.begin(url))
-    meta |= {"parts": sorted({**arrays, **shards})}
+    meta = sealed(meta | {"parts": sorted({**arrays, **shards})})
     _finish_at_exit()
     _OPEN[url] = _Open(objects.Writer(url, number, {**arrays, **shards}, meta, keep), number)
     return number
