@@ -178,7 +178,7 @@ def _to_directory(
     arrays, shards = _split_by_writer(leaves)
     folder = absolute_path(path)
     _finish_at_exit()
-    first_says(lambda: claim.take(folder) or 0)
+    first_says(lambda: claim.take(folder))
     try:
         manager = Manager(folder, keep)
     except BaseException:
