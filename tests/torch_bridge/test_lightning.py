@@ -285,6 +285,11 @@ REFUSED = {
         r"configure_gradient_clipping: clip with Plan\(clip_norm",
     ),
     "callbacks": ({"configure_callbacks": lambda self: []}, {}, r"configure_callbacks: .*plan"),
+    "not set up": (
+        {"setup": lambda self, stage: self.requires_grad_(False)}, {},
+        r"setup: call it before, and then name it in ignore_hooks=",
+    ),
+    "no model": ({"configure_model": lambda self: None}, {}, "configure_model: call it before"),
     "unknown hook": ({}, {"ignore_hooks": ["on_tea"]}, r"\['on_tea'\] are no hooks"),
     "trainer": (uses("self.trainer.max_epochs"), {}, r"uses self\.trainer"),
     "toggle": (uses("self.toggle_optimizer(None)"), {}, r"uses self\.toggle_optimizer"),
@@ -324,7 +329,9 @@ REFUSED = {
         "returns 2 schedulers.*ChainedScheduler",
     ),
     "epochs": (returns(bare_scheduler), {}, "once per epoch: pass steps_per_epoch="),
-    "frequency": (returns(stepping("step", 2)[0]), {}, "frequency=2: pass steps_per_epoch="),
+    "frequency": (
+        returns(stepping("step", 2)[0]), {}, "frequency=2: pass steps_per_epoch=.*'frequency': 1"
+    ),
     "uneven": (
         returns(stepping("step", 2)[0]), {"steps_per_epoch": 3}, "every 2 batches.*epoch of 3"
     ),

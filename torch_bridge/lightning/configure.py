@@ -129,10 +129,15 @@ def _every(interval: str, frequency: int, steps_per_epoch: int | None) -> int:
     if interval == "step" and frequency == 1:
         return 1
     if steps_per_epoch is None:
-        what = "steps once per epoch" if interval == "epoch" else f"has frequency={frequency}"
+        step = "'interval': 'step'"
+        what, other = (
+            ("steps once per epoch", step)
+            if interval == "epoch"
+            else (f"has frequency={frequency}", f"{step}, 'frequency': 1")
+        )
         raise ConversionError(
             f"the scheduler {what}: pass steps_per_epoch= to from_lightning (or give it"
-            " {'scheduler': ..., 'interval': 'step'})"
+            f" {{'scheduler': ..., {other}}})"
         )
     if interval == "epoch":
         return steps_per_epoch * frequency

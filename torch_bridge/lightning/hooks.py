@@ -16,8 +16,11 @@ _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _CLIP = "clip with Plan(clip_norm=...), or in optax before the optimizer"
 _BATCH = "do it where batches are made, and convert with such a batch"
 _OWN = "what it does to gradients or weights belongs into the optax transformation"
+_BEFORE = "call it before, and then name it in ignore_hooks="
 # Hooks that Lightning calls while it fits, and where that belongs in a pure step.
 _HOOKS = {
+    "setup": _BEFORE,
+    "configure_model": _BEFORE,
     "backward": _OWN,
     "optimizer_step": _OWN,
     "optimizer_zero_grad": _OWN,
@@ -31,8 +34,8 @@ _HOOKS = {
     "transfer_batch_to_device": _BATCH,
     "on_after_batch_transfer": _BATCH,
     "configure_callbacks": "what they do to training is of the plan (ema=, microbatches=) or of tx",
-    "on_fit_start": "call it before",
-    "on_train_start": "call it before",
+    "on_fit_start": _BEFORE,
+    "on_train_start": _BEFORE,
     "on_train_epoch_start": "call what it does between steps",
     "on_train_epoch_end": "call what it does between steps",
     "on_train_batch_start": "call what it does between steps",

@@ -57,7 +57,8 @@ def from_lightning(
     Lightning; so is what `self.log` and `self.log_dict` are given.
 
     Args:
-        module: the module, after `setup` and `configure_model` if it has them.
+        module: the module, after `setup` and `configure_model` if it has them (which are then
+            named in `ignore_hooks`).
         example_batch: what its data loader gives: tensors or arrays in dicts, lists or tuples, with
             at least 2 rows. Batches of training and validation have the same structure. (Steps take
             arrays: `jax.tree.map(np.asarray, batch)`.)
@@ -67,7 +68,7 @@ def from_lightning(
         steps_per_epoch: optimizer steps in an epoch: what a schedule that steps per epoch needs.
         eval_loss: the logged value that is the loss of evaluation. By default it is what
             `validation_step` returns, or else the one logged value with `loss` in its name.
-        ignore_hooks: hooks that training does not depend on, to be left out.
+        ignore_hooks: hooks that training does not depend on, or that were called, to be left out.
 
     Returns:
         Model, transformation and converted module.

@@ -236,9 +236,9 @@ def _names_in(group: Mapping[str, Any], number: int, names: _Names) -> Iterator[
             )
         if tensor.is_complex():
             raise ConversionError(
-                f"optimizer: `{found}` is complex, which torch updates as pairs of real numbers;"
-                " that is not mapped. Keep it as two real parameters, or write the transformation"
-                " in optax"
+                f"optimizer: `{found}` is complex, and parameters here are real. Keep the pairs of"
+                " real numbers that torch updates, Parameter(torch.view_as_real(w)), and compute"
+                " with torch.view_as_complex(w)"
             )
         yield found
 
