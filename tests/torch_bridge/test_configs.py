@@ -344,6 +344,11 @@ def test_strategies_may_be_numbers_as_older_versions_write_them(number, name):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "optax.schedules"),
         ({"max_steps": -1}, "pass num_steps="),
         ({"bf16": True, "fp16": True}, "keep one"),
+        ({"optim_args": "amsgrad=True"}, "optim_args is 'amsgrad=True': .*tb.optimizer"),
+        ({"optim_target_modules": ["q_proj"]}, "optax.partition"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor is 0.1: .*CrossEntropy"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
+        ({"parallelism_config": {"tp_size": 2}}, "axes in the plan"),
     ],
 )
 def test_arguments_without_counterpart_are_refused(more, words):

@@ -17,7 +17,7 @@ from fzero.errors import ConversionError
 from fzero.tree import path_name
 from torch_bridge.configs.accelerate import from_accelerate
 from torch_bridge.configs.deepspeed import from_deepspeed
-from torch_bridge.configs.keys import read
+from torch_bridge.configs.keys import Keys, read
 from torch_bridge.configs.outcome import Imported, Note, Schedule
 
 
@@ -25,6 +25,14 @@ from torch_bridge.configs.outcome import Imported, Note, Schedule
 _NO_DECAY = re.compile(
     r"(^|[./])(bias|[^./]*(norm|ln_?\d*|ln_f)[^./]*[./](weight|scale))$", re.IGNORECASE
 )
+# What changes a training's numbers, and is neither of the plan nor of the optimizer made here.
+_NO_COUNTERPART = {
+    "optim_args": "write it with optax, or tb.optimizer",
+    "optim_target_modules": "write what it does with optax.partition",
+    "label_smoothing_factor": "smooth in the loss, fz.CrossEntropy(label_smoothing=)",
+    "neftune_noise_alpha": "add the noise to embeddings in the module's own forward",
+    "parallelism_config": "say its axes in the plan, fz.Plan(replica=, tensor=, context=)",
+}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 
 
@@ -44,7 +52,8 @@ def from_training_arguments(
         norms, told by their names), and what became of each argument that matters here.
 
     Raises:
-        ConversionError: an optimizer, a schedule or a precision without counterpart.
+        ConversionError: an optimizer, a schedule, a precision or another argument that changes the
+            training's numbers without counterpart.
 
     Example:
         >>> got = from_training_arguments({"learning_rate": 5e-5, "max_steps": 100, "bf16": True,
@@ -60,6 +69,7 @@ def from_training_arguments(
     get = values.get
     steps = num_steps or max(0, int(get("max_steps") or 0))
     notes: list[Note] = []
+    Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
     base = _layout(values, devices, steps)
     fields: dict[str, Any] = {} if base is None else {
         name: getattr(base.plan, name) for name in base.plan.__dataclass_fields__
