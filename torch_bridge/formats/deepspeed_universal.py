@@ -191,7 +191,8 @@ def write_universal(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> 
     tag = f"global_step{step}_universal"
     zero = folder / tag / "zero"
     for name in learned:
-        if Path(name).name != name or "\\" in name or name not in by_name:
+        no_folder = Path(name).name != name or name in ("", "..") or {"\\", "\0"} & set(name)
+        if no_folder or name not in by_name:
             raise CheckpointError(f"universal: there is no folder or no weight for `{name}`")
     kinds = {_FP32: {name: by_name[name].cast(torch.float32) for name in learned}}
     if optimizer is not None:

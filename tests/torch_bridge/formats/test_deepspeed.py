@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -578,3 +579,11 @@ def test_parameters_of_a_flat_partition_are_stored_alone(tmp_path: Path, to: str
     write(tb.checkpoint(tmp_path / "zero"), tmp_path / "out", to)
     size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert size < 1.6 * 16 * 3 * 64 * 64 * 4 + 100_000
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\0b"])
+def test_a_name_that_no_folder_has_is_named(tmp_path: Path, name: str) -> None:
+    torch.save({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=f"no folder .* for `{re.escape(name)}`"):
+        write(tb.checkpoint(tmp_path / "model.pt"), tmp_path / "uni", "universal")
+    assert not (tmp_path / "uni").exists()
