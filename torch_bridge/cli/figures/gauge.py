@@ -28,9 +28,9 @@ class Gauge:
         state_bytes: of the state, on the device that has the most of it.
     """
 
-    flops_per_token: float | None = None
-    peak_flops_per_s: float | None = None
-    state_bytes: int = 0
+    flops_per_token: float | None
+    peak_flops_per_s: float | None
+    state_bytes: int
 
     def flops_per_s(self, tokens_per_s: float | None) -> float | None:
         """Model FLOP/s at a rate."""

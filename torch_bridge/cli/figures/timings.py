@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,10 +17,10 @@ class Timings:
     """Writes what was done since the last line, so that all lines together are the whole time.
 
     Args:
-        sink: takes lines of JSON; None: nothing is written.
+        sink: takes lines of JSON.
     """
 
-    def __init__(self, sink: TextIO | None = None) -> None:
+    def __init__(self, sink: TextIO) -> None:
         self._sink = sink
         self._mark = time.perf_counter()
 
@@ -28,13 +28,11 @@ class Timings:
         """What ended now, after so many steps; returns the seconds since what ended before it."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self._write({"what": what, "step": step, "seconds": round(seconds, 6)})
+        write_line(self._sink, {"what": what, "step": step, "seconds": round(seconds, 6)})
         return seconds
 
     def placed(self, state: fz.TrainState, step: int) -> None:
         """Where the state is after so many steps, and what arrays take on the fullest device."""
-        if self._sink is None:
-            return
         where = fz.placement(state)
         tiers = {
             "device": where.bytes_per_device,
@@ -42,16 +40,18 @@ class Timings:
             "disk": where.disk_bytes_per_device,
         }
         held = {tier: {k: v for k, v in sizes.items() if v} for tier, sizes in tiers.items()}
-        self._write(
+        write_line(
+            self._sink,
             {"what": "placement", "step": step, "bytes_per_device": held}
-            | {"bytes_in_use": gauge.bytes_in_use(), "peak_bytes": gauge.peak_bytes()}
+            | {"bytes_in_use": gauge.bytes_in_use(), "peak_bytes": gauge.peak_bytes()},
         )
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        # One write per line, flushed: a run that is killed leaves all but the line it was in.
-        if self._sink is not None:
-            self._sink.write(json.dumps(entry) + "\n")
-            self._sink.flush()
+
+def write_line(sink: TextIO, entry: Mapping[str, Any]) -> None:
+    """Writes a line of JSON in one go: who follows the file, or reads it after the run was killed,
+    finds whole lines."""
+    sink.write(json.dumps(entry) + "\n")
+    sink.flush()
 
 
 @contextlib.contextmanager

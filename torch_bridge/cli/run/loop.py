@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fzero import CheckpointError
 from torch_bridge.cli.figures.gauge import Gauge
 from torch_bridge.cli.figures.progress import Display
-from torch_bridge.cli.figures.timings import Timings
+from torch_bridge.cli.figures.timings import Timings, write_line
 from torch_bridge.cli.figures.writers import Writer
 from torch_bridge.cli.flags.settings import TrainSettings
 from torch_bridge.cli.run.hosts import Feed
@@ -85,38 +85,34 @@ class Recorder:
         self,
         sink: TextIO,
         display: Display,
-        history: History | None = None,
-        gauge: Gauge | None = None,
-        timings: Timings | None = None,
-        writers: Iterable[Writer] = (),
+        history: History,
+        gauge: Gauge,
+        timings: Timings,
+        writers: Sequence[Writer],
     ) -> None:
-        self.history = history or History()
-        self.timings = timings or Timings()
-        self._gauge = gauge or Gauge()
+        self.history, self.timings = history, timings
+        self._sink, self._display, self._gauge, self._writers = sink, display, gauge, writers
         self._compiled = False
-        self._sink = sink
-        self._display = display
         self._meter = _Meter()
-        self._writers = tuple(writers)
         self._pending: tuple[int, dict[str, Any], int] | None = None
 
     def step(self, done: int, metrics: dict[str, Any], tokens: int) -> None:
         """Step number `done` (from 1), on so many tokens, was dispatched."""
         self._read_pending()
         self._pending = (done, metrics, tokens)
-        if self._compiled and all(value.is_ready() for value in metrics.values()):
-            self._read_pending()  # nobody waits: where steps are not dispatched, but run
         if not self._compiled:
             # The first step compiles; the clock starts when it is over.
             self._read_pending()
             self._meter.start()
             self._compiled = True
+        elif all(value.is_ready() for value in metrics.values()):
+            self._read_pending()  # nobody waits: where steps are not dispatched, but run
 
     def validation(self, done: int, loss: float) -> None:
         """After `done` steps the validation loss was `loss`."""
         self.timings.done("validation", done)
         self.history.validation.append((done, loss))
-        self._write({"step": done, "val_loss": _finite(loss)})
+        write_line(self._sink, {"step": done, "val_loss": _finite(loss)})
         self._tell(done, {"val_loss": loss})
         self._display.line(f"step {done}  validation loss {loss:.6f}")
 
@@ -131,9 +127,8 @@ class Recorder:
         self.history.tokens_per_s = self._meter.rate
 
     def resume(self) -> None:
-        """Starts the clock again, unless the step that compiles is still to come."""
-        if self._compiled:
-            self._meter.start()
+        """Starts the clock again."""
+        self._meter.start()
 
     def _read_pending(self) -> None:
         if self._pending is None:
@@ -146,7 +141,7 @@ class Recorder:
         self.history.tokens += tokens
         self.history.losses.append((done, values["loss"]))
         finite = {name: _finite(value) for name, value in values.items()}
-        self._write({"step": done} | finite | {"tokens": tokens})
+        write_line(self._sink, {"step": done} | finite | {"tokens": tokens})
         rate = self._meter.rate
         self._tell(done, values | self._gauge.figures(rate))
         self._display.step(done, values["loss"], rate, self._gauge.words(rate))
@@ -155,30 +150,18 @@ class Recorder:
         for writer in self._writers:
             writer.write(done, values)
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        # One write per line, flushed: whoever follows the file never sees half an entry.
-        self._sink.write(json.dumps(entry) + "\n")
-        self._sink.flush()
-
 
 def evaluate_state(eval_step: EvalStep, state: Any, feed: Feed, batch: int) -> float:
     """The validation loss in nats per predicted token; an exact mean for any batch size."""
     total = count = 0.0
-    ahead: dict[str, Any] | None = None
-    for rows in feed.validation(batch):
-        # One batch ahead of what is read: the devices stay busy, and never more than two programs
-        # are queued.
-        ahead, ready = eval_step(state, rows), ahead
-        total, count = _add(ready, total, count)
-    total, count = _add(ahead, total, count)
+    dispatched = (eval_step(state, rows) for rows in feed.validation(batch))
+    # One batch ahead of what is read: the devices stay busy, and never more than two programs are
+    # queued.
+    for metrics, _ahead in itertools.pairwise(itertools.chain(dispatched, [{}])):
+        tokens = float(metrics["count"])
+        total += float(metrics["loss"]) * tokens
+        count += tokens
     return total / count
-
-
-def _add(one: dict[str, Any] | None, total: float, count: float) -> tuple[float, float]:
-    """The two sums of an exact mean, with one more batch in them."""
-    if one is None:
-        return total, count
-    return total + float(one["loss"]) * float(one["count"]), count + float(one["count"])
 
 
 def fit(
