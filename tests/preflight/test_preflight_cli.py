@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import fzero as fz
 from fzero.preflight import topology
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.preflight import app
+from torch_bridge.cli.preflight import _devices, app
 
 
 FACTORY = """
@@ -242,7 +242,5 @@ def test_without_the_plugin_it_says_so_and_offers_cpus(monkeypatch):
 
 
 def test_devices_that_are_not_here_cannot_be_measured(monkeypatch):
-    from torch_bridge.cli.deeds import preflight_run
-
     with pytest.raises(CommandError, match="h200:8 needs 8 devices of that kind, there are 0"):
-        preflight_run._devices(topology.parse("h200:8"))
+        _devices(topology.parse("h200:8"))

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
-from torch_bridge.cli.bridge import app
-from torch_bridge.cli.deeds.bridge_run import parse_input
+from torch_bridge.cli.bridge import app, parse_input
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.lower.registry import _TABLE, find_lowering
 from torch_bridge.parity import _gradient_errors, _relative

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,8 +20,11 @@ from torch_bridge.cli.flags.settings import (
     EvalSettings,
     resolve_sources,
 )
+from torch_bridge.cli.run import compose
 from torch_bridge.cli.run.outputs import WEIGHTS, RunRecord
 
+
+Settings = TypeVar("Settings", DataSettings, EvalSettings)
 
 app = command_app()
 
@@ -48,24 +51,18 @@ def evaluate(
     What is not given is as in the training run, or else as `fzero train` would choose.
     """
     known = _defaults(model)
-    sources = resolve_sources(data, more_data) if data or more_data else known.data.sources
-    settings = replace(
-        known,
-        data=DataSettings(
-            sources,
-            known.data.seq if seq is None else seq,
-            known.data.eval_sequences if eval_sequences is None else eval_sequences,
-        ),
-        batch=known.batch if batch is None else batch,
-        zero=known.zero if zero is None else zero,
-        devices=known.devices if devices is None else devices,
-        precision=known.precision if precision is None else precision.value,
-    )
-    settings.data.check()
-    # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli.run import compose
+    sources = resolve_sources(data, more_data) if data or more_data else None
+    text = _with(known.data, sources=sources, seq=seq, eval_sequences=eval_sequences)
+    text.check()
+    compose.evaluate(_with(
+        known, data=text, batch=batch, zero=zero, devices=devices,
+        precision=precision and precision.value,
+    ))  # fmt: skip
 
-    compose.evaluate(settings)
+
+def _with(known: Settings, **given: Any) -> Settings:
+    """Settings with what was given in the place of what is known."""
+    return replace(known, **{name: value for name, value in given.items() if value is not None})
 
 
 def _defaults(model: str) -> EvalSettings:

@@ -38,6 +38,8 @@ from torch_bridge.cli.flags.options import (
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
 from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings, path_of
 from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.cli.run import compose
+from torch_bridge.cli.run.tuning_task import Tuning
 
 
 SEQ = 1024
@@ -133,10 +135,6 @@ def finetune(
     """
     settings = _settings(dict(locals()))
     settings.check()
-    # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli.run import compose
-    from torch_bridge.cli.run.tuning_task import Tuning
-
     assert isinstance(settings.data, RowSettings)
     raise typer.Exit(compose.train(settings, Tuning(settings.data, settings.lora)))
 

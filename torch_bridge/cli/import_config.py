@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import torch_bridge as tb
 from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.configs.keys import read
 
 
 app = command_app()
@@ -38,11 +41,6 @@ def import_config(
     Every key is listed: what says the same here, or why nothing has to. A key that would change
     numbers and has no counterpart is an error.
     """
-    import json
-
-    import torch_bridge as tb
-    from torch_bridge.configs.keys import read
-
     given = _Given()
     for item in auto or []:
         key, sign, value = item.partition("=")

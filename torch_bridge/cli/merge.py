@@ -7,8 +7,18 @@ from typing import Annotated
 
 import typer
 
+import torch_bridge as tb
 from fzero.cli import command_app
+from torch_bridge.cli import devices, models
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.flags.settings import HF_PREFIX
+from torch_bridge.cli.run import outputs
+from torch_bridge.formats.peft import is_adapter
+from torch_bridge.module.weights import to_host
 
+
+# Lengths are free in the conversion's graph, which is not run.
+_EXAMPLE = 8
 
 app = command_app()
 
@@ -33,7 +43,34 @@ def merge(
 
     Weights keep their dtype: the sum is computed in fp32 and rounded once.
     """
-    # torch and transformers take seconds to import.
-    from torch_bridge.cli.deeds import merge_run
-
-    merge_run.merge(model, adapter, out, undo, overwrite)
+    directory = Path(model.removeprefix(HF_PREFIX)).expanduser()
+    if not models.has_weights(directory):
+        raise CommandError(f"--model {directory}: expected a directory with weights of a model")
+    if not is_adapter(adapter):
+        raise CommandError(f"--adapter {adapter}: expected a directory with adapter_config.json")
+    for flag, source in (("--model", directory), ("--adapter", adapter)):
+        if out.resolve() == source.resolve():
+            raise CommandError(f"--out {out} is {flag}, which is read; give another directory")
+    outputs.check(out, overwrite)
+    devices.configure(None, "fp32")
+    loaded = models.load(f"{HF_PREFIX}{directory}", 0, "auto")
+    converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
+    adapted = tb.lora(converted, str(adapter))
+    outputs.make(out)
+    with outputs.model_staged(out) as scratch:
+        if undo:
+            merged = tb.state_dict(converted, converted.params)
+            found = tb.unmerge(adapted, merged, adapted.params)
+            plain = converted.with_values({name: to_host(one) for name, one in found.items()})
+            tb.save(scratch / outputs.WEIGHTS, plain, plain.params)
+        else:
+            tb.save(scratch / outputs.WEIGHTS, adapted, adapted.params, merge=True)
+        loaded.config.architectures = [type(loaded.module).__name__]
+        loaded.save_config(scratch)
+        # The adapter's own, if it has one: with the chat template that it was trained with.
+        tokenizer = loaded.tokenizer if undo else models.tokenizer_of(adapter) or loaded.tokenizer
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+    count = len(adapted.adapters["default"].targets)
+    word = "taken out of" if undo else "put into"
+    print(f"{out}: {adapter} {word} {count} weights of {directory}")

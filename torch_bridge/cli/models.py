@@ -53,6 +53,11 @@ class LoadedModel:
     tokenizer: Any = None
     config: Any = None  # the transformers configuration; None for a factory
 
+    @property
+    def factory(self) -> str | None:
+        """`FILE.py:FACTORY`; None for a model of transformers."""
+        return self.spec if self.config is None else None
+
     def save_config(self, folder: Path) -> None:
         """What transformers reads beside weights: the configuration, and that of generation."""
         self.config.save_pretrained(folder)
@@ -123,7 +128,7 @@ def check_length(model: LoadedModel, seq: int) -> None:
 
 
 def load_shapes(
-    spec: str, values: bool = False
+    spec: str, values: bool
 ) -> LoadedModel | tuple[fz.Model, Callable[[int, int], Any]]:
     """A model as `load` takes it, without values: its tensors are on torch's `meta` device.
 
@@ -152,7 +157,7 @@ def load_shapes(
     )
 
 
-def without_values(yes: bool = True) -> AbstractContextManager[Any]:
+def without_values(yes: bool) -> AbstractContextManager[Any]:
     """Where torch makes tensors of shapes alone, if so."""
     return torch.device("meta") if yes else nullcontext()
 
@@ -324,20 +329,21 @@ def _refuse_quantised(config_file: Path, values: Any) -> None:
     levels = [values, *values.values()] if isinstance(values, dict) else []
     configs = [p.get("quantization_config") for p in levels if isinstance(p, dict)]
     for found in filter(None, configs):
-        method = found.get("quant_method") if isinstance(found, dict) else None
+        said = found if isinstance(found, dict) else {}
         remedy = ""
-        if isinstance(found, dict) and found.get("load_in_4bit"):
-            double = "nf4-double" if found.get("bnb_4bit_use_double_quant") else "nf4"
+        if said.get("load_in_4bit"):
+            double = "nf4-double" if said.get("bnb_4bit_use_double_quant") else "nf4"
             remedy = f"; fzero finetune --lora RANK --base {double} quantises that as it is read"
         raise CommandError(
-            f"{config_file}: its weights are quantised (quant_method {method!r}), which is not"
-            f" read: expected the model that they were made of, in 16 or 32 bits{remedy}"
+            f"{config_file}: its weights are quantised (quant_method {said.get('quant_method')!r}),"
+            " which is not read: expected the model that they were made of, in 16 or 32 bits"
+            f"{remedy}"
         )
 
 
 def _load_factory(path: Path, name: str) -> LoadedModel:
-    module = make_module(path, name)
-    return LoadedModel(module, f"{path}:{name}", _logits_width(module, f"{path}:{name}"), None)
+    module, spec = make_module(path, name), f"{path}:{name}"
+    return LoadedModel(module, spec, _logits_width(module, spec), None)
 
 
 def make_module(path: Path, name: str) -> torch.nn.Module:

@@ -7,10 +7,7 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.flags.headings import (
-    CommandWithHeadings,
-    of_validation,
-)
+from torch_bridge.cli.flags.headings import CommandWithHeadings, of_validation
 from torch_bridge.cli.flags.options import (
     BatchOption,
     ClipOption,
@@ -46,6 +43,8 @@ from torch_bridge.cli.flags.settings import (
     DataSettings,
     resolve_sources,
 )
+from torch_bridge.cli.run import compose
+from torch_bridge.cli.run.tasks import Pretraining
 
 
 VerifyOption = Annotated[
@@ -104,8 +103,4 @@ def train(
     sources = resolve_sources(*((data, more_data) if named or told is None else (told, None)))
     settings = settings_of(given, sections, DataSettings(sources, **rows))
     settings.check()
-    # torch takes seconds to import: after what can be refused without it.
-    from torch_bridge.cli.run import compose
-    from torch_bridge.cli.run.tasks import Pretraining
-
     raise typer.Exit(compose.train(settings, Pretraining(settings.text)))

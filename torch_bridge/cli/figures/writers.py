@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch_bridge.cli.errors import CommandError
 
@@ -13,14 +14,8 @@ from torch_bridge.cli.errors import CommandError
 KINDS = ("tensorboard", "wandb")
 
 
-class Writer(Protocol):
-    """Takes figures by step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step."""
-
-    def close(self) -> None:
-        """Nothing more will come."""
+Writer = Callable[[int, Mapping[str, float]], None]
+"""Takes figures of a step."""
 
 
 def check_writers(names: tuple[str, ...]) -> None:
@@ -29,8 +24,6 @@ def check_writers(names: tuple[str, ...]) -> None:
     Raises:
         CommandError: no such writer, or its package is missing.
     """
-    import importlib.util
-
     for name in names:
         if name not in KINDS:
             raise CommandError(f"--log {name}: expected one of {', '.join(KINDS)}")
@@ -49,37 +42,33 @@ def open_writers(
         out: the run's directory; TensorBoard's files go into its `tensorboard`.
         run: the run as JSON, for those that keep it.
     """
-    made: list[Writer] = [
-        _TensorBoard(out) if name == "tensorboard" else _Wandb(out, run) for name in names
-    ]
     with contextlib.ExitStack() as closing:
-        for writer in made:
-            closing.callback(writer.close)
-        yield made
+        yield [
+            closing.enter_context(_tensorboard(out) if name == "tensorboard" else _wandb(out, run))
+            for name in names
+        ]
 
 
-class _TensorBoard:
-    def __init__(self, out: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+@contextlib.contextmanager
+def _tensorboard(out: Path) -> Iterator[Writer]:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"))
+    made: Any = SummaryWriter(str(out / "tensorboard"))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            made.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    with made:
+        yield write
 
 
-class _Wandb:
-    def __init__(self, out: Path, run: Mapping[str, Any]) -> None:
-        import wandb
+@contextlib.contextmanager
+def _wandb(out: Path, run: Mapping[str, Any]) -> Iterator[Writer]:
+    import wandb
 
-        self._run: Any = wandb.init(project="fzero", dir=str(out), config=dict(run))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    made: Any = wandb.init(project="fzero", dir=str(out), config=dict(run))
+    try:
+        yield lambda step, values: made.log(dict(values), step=step)
+    finally:
+        made.finish()

@@ -87,27 +87,26 @@ class TrainSettings:
         """What the final weights depend on. Another layout of the state only rounds otherwise."""
         names = ("model", "steps", "batch", "lr", "precision", "seed")
         kept = {name: getattr(self, name) for name in names}
-        more = {"optimizer": self.optimizer, "schedule": self.schedule}
-        return (
-            kept
-            | {"clip": self.plan_fields.get("clip_norm"), "seq": self.data.seq}
-            | {name: dict(value) for name, value in more.items() if value}
-            | ({} if self.lora is None else {"lora": self.lora.to_json()})
-        )
+        return kept | {
+            "clip": self.plan_fields.get("clip_norm"), "seq": self.data.seq, **self._sections()
+        }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The run as a file that `--plan` reads; without its directory."""
-        data = self.data.to_json()
         run = {name: getattr(self, name) for name in RUN}
         run["model"] = absolute(self.model)
-        more = {"optimizer": self.optimizer, "schedule": self.schedule}
         return {
             "run": {name: value for name, value in run.items() if value is not None},
-            "data": data,
+            "data": self.data.to_json(),
             "plan": dict(self.plan_fields),
-            **({} if self.lora is None else {"lora": self.lora.to_json()}),
-            **{name: dict(value) for name, value in more.items() if value},
+            **self._sections(),
         }
+
+    def _sections(self) -> dict[str, dict[str, Any]]:
+        """What a run has only where it was said."""
+        lora = None if self.lora is None else self.lora.to_json()
+        said = {"lora": lora, "optimizer": self.optimizer, "schedule": self.schedule}
+        return {name: dict(values) for name, values in said.items() if values}
 
     def check(self) -> None:
         """Refuses what cannot work, before anything is loaded.
@@ -227,34 +226,3 @@ def resolve_sources(data: list[str] | None, more: list[str] | None) -> tuple[str
             "--data names a file twice; it could end up in both training and validation"
         )
     return tuple(str(path) for path in paths)
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """What `fzero generate` was asked for.
-
-    Args:
-        model: a directory, or `hf:DIR`.
-        prompts: texts.
-        max_new_tokens: of each.
-        temperature: as in `tb.Sampling`.
-        top_k: likewise.
-        top_p: likewise.
-        seed: likewise.
-        zero: how the parameters lie on the devices.
-        devices: how many; None: all.
-        precision: what the model computes in.
-        chat: whether prompts are questions, which the chat template is put around.
-    """
-
-    model: str
-    prompts: tuple[str, ...]
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    seed: int
-    zero: int
-    devices: int | None
-    precision: str
-    chat: bool = False

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.documents.rows import TOO_LONG
 
 
 # Every twentieth document validates where no file is given for it.
 VALIDATION_EVERY = 20
-TOO_LONG = ("error", "cut", "skip")
 QUANTISED = ("nf4", "nf4-double", "int8")
 BASES = ("fp32", "bf16", *QUANTISED)
 DEFAULT_ALPHA_PER_RANK = 2

@@ -23,7 +23,7 @@ from torch_bridge.cli.figures.progress import display
 from torch_bridge.cli.figures.timings import timings
 from torch_bridge.cli.figures.writers import open_writers
 from torch_bridge.cli.flags.plan_file import made_by_optax
-from torch_bridge.cli.flags.settings import EvalSettings, TrainSettings, check_batch
+from torch_bridge.cli.flags.settings import HF_PREFIX, EvalSettings, TrainSettings, check_batch
 from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.run import about, check, data, hosts, outputs, plot, resume
 from torch_bridge.cli.run.corpus import Source
@@ -156,24 +156,23 @@ def evaluate(settings: EvalSettings) -> None:
     corpus = job.corpus
     assert isinstance(corpus, data.Corpus)
     state = fz.init(job.model, None, plan, 0)
-    feed = hosts.Feed(job.corpus, fz.layout(job.model, None, plan))
+    feed = hosts.Feed(corpus, fz.layout(job.model, None, plan))
     loss = evaluate_state(fz.eval_step(job.model, plan), state, feed, settings.batch)
     print(
         f"validation loss {loss:.6f}  "
         f"({len(corpus.validation)} sequences of {settings.data.seq} tokens)"
     )
-    if settings.fingerprint not in (None, job.corpus.fingerprint):
+    if settings.fingerprint not in (None, corpus.fingerprint):
         print("not the validation text of the training run: the two losses cannot be compared")
 
 
 def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     """What the run's file names; else AdamW, whose rate rises for a twentieth of the steps, then
     falls as a cosine."""
-    lr, num_steps = settings.lr, settings.steps
     if settings.schedule is not None:
         rate = made_by_optax("schedule", settings.schedule)
     else:
-        rate = _schedule(lr, num_steps)
+        rate = _schedule(settings.lr, settings.steps)
     if settings.optimizer is not None:
         return made_by_optax("optimizer", settings.optimizer, learning_rate=rate)
     return optax.adamw(rate, b2=0.95, weight_decay=0.01)
@@ -239,7 +238,7 @@ def _write_model(
     loaded = job.loaded
     record = partial(
         outputs.RunRecord,
-        factory=None if loaded.config is not None else loaded.spec,
+        factory=loaded.factory,
         batch=job.rows * num_devices,
         zero=job.plan.zero,
         devices=num_devices,
@@ -247,8 +246,7 @@ def _write_model(
         fingerprint=job.corpus.fingerprint,
     )
     with outputs.model_staged(settings.out) as scratch:
-        made = Trained(loaded, job.converted, state, job.plan, lambda text: record(data=text))
-        task.write(scratch, made)
+        task.write(scratch, Trained(loaded, job.converted, state, job.plan, record))
 
 
 def _summary(
@@ -303,10 +301,8 @@ def _verify(
         # Stages of a pipeline have meshes of their own: one program takes what the host has.
         values = jax.device_get((fz.logical(job.model, state, job.plan), state.buffers))
         output, _ = jax.jit(job.converted.apply)(*values, ids)
-    factory = None if job.loaded.config is not None else job.loaded.spec
-    figures = check.in_torch(
-        settings.out, factory, corpus, ids, np.asarray(models.logits_of(output))
-    )
+    logits = np.asarray(models.logits_of(output))
+    figures = check.in_torch(settings.out, job.loaded.factory, corpus, ids, logits)
     summary.update(figures)
     return check.missed_bounds(figures, history.validation[-1][1], settings.precision)
 
@@ -320,7 +316,7 @@ def _write_summary(
 
 
 def _plot(path: Path, job: _Job, history: History, num_devices: int) -> None:
-    name = Path(job.loaded.spec.partition(":")[2] if job.loaded.config else job.loaded.spec).stem
+    name = Path(job.loaded.spec.removeprefix(HF_PREFIX)).stem
     title = (
         f"{name}, {job.loaded.num_parameters / 1e6:.1f}M parameters, "
         f"ZeRO-{job.plan.zero} on {num_devices} devices"

@@ -44,6 +44,12 @@ class Source(Protocol):
         """Tokens in the batch of a step, over all processes, that are some."""
 
 
+def own_rows(size: int, who: tuple[int, int]) -> slice:
+    """A process's rows of a batch: this process, and how many there are."""
+    own = size // who[1]
+    return slice(who[0] * own, (who[0] + 1) * own)
+
+
 def entropy(counts: Any) -> float:
     """Nats per token of a model that knows how often each token occurs, and nothing else.
 

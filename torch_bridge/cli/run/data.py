@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fzero.errors import warn
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.settings import STDLIB, DataSettings
-from torch_bridge.cli.run.corpus import Batch, entropy
+from torch_bridge.cli.run.corpus import Batch, entropy, own_rows
 from torch_bridge.documents.rows import batch_rows
 from torch_bridge.documents.tokens import IGNORED
 
@@ -84,9 +84,7 @@ class Corpus:
             who: this process and how many there are: only its own sequences are gathered, and those
                 of all, in their order, are the batch of one.
         """
-        own = size // who[1]
-        numbers = batch_rows(len(self.train), seed, step, size)
-        tokens = self.train[numbers[who[0] * own : (who[0] + 1) * own]]
+        tokens = self.train[batch_rows(len(self.train), seed, step, size)[own_rows(size, who)]]
         return {"input_ids": tokens, "labels": tokens}
 
     def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
@@ -96,11 +94,11 @@ class Corpus:
             size: sequences in the batch of all processes, which divide it.
             who: as for `train_batch`.
         """
-        own = size // who[1]
-        for start in range(who[0] * own, len(self.validation) + who[0] * own, size):
-            tokens = self.validation[start : start + own]
-            labels = self.labels[start : start + own]
-            missing = ((0, own - len(tokens)), (0, 0))
+        own = own_rows(size, who)
+        for start in range(0, len(self.validation), size):
+            rows = slice(start + own.start, start + own.stop)
+            tokens, labels = self.validation[rows], self.labels[rows]
+            missing = ((0, size // who[1] - len(tokens)), (0, 0))
             yield {
                 "input_ids": np.pad(tokens, missing),
                 "labels": np.pad(labels, missing, constant_values=IGNORED),
@@ -150,11 +148,11 @@ def _texts(settings: DataSettings) -> tuple[list[Text], list[Text], tuple[int, i
     if len(named) == 1:
         # One file cannot be split by file: its last part validates.
         (path,) = named.values()
-        return [partial(_side, path, False)], [partial(_side, path, True)], (1, 1)
+        return [partial(_side, path, last=False)], [partial(_side, path, last=True)], (1, 1)
     held_out = _held_out(list(named))
     train = [partial(_text, path) for name, path in named.items() if name not in held_out]
     validation = [partial(_text, path) for name, path in named.items() if name in held_out]
-    return [*train], [*validation], (len(train), len(validation))
+    return train, validation, (len(train), len(validation))
 
 
 def _text(path: Path) -> bytes:

@@ -148,7 +148,7 @@ class Recorder:
 
     def _tell(self, done: int, values: dict[str, float]) -> None:
         for writer in self._writers:
-            writer.write(done, values)
+            writer(done, values)
 
 
 def evaluate_state(eval_step: EvalStep, state: Any, feed: Feed, batch: int) -> float:

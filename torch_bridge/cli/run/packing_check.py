@@ -16,8 +16,7 @@ from torch_bridge.export.watch.forward import untouched
 
 _LENGTH = 8  # tokens of each of the two documents that are tried
 # How far logits may be from those of the document alone, as a share of the largest.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_TOLERANCE_16_BITS = 3e-2
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 3e-2
 # Fields of configurations that hold a window which transformers keeps in its masks, and the kind of
 # layer that has it. (GPT-Neo's `window_size` is in its layers: they keep to it with any mask.)
 _WINDOWS = {
@@ -67,7 +66,8 @@ def check_packs(loaded: LoadedModel, seq: int) -> None:
             f" (attention_mask of 4 dims, position_ids): {type(error).__name__}: {reason}; use"
             " --no-pack"
         ) from error
-    allowed = _TOLERANCE.get(dtype_of(loaded.module), _TOLERANCE_16_BITS)
+    wide = dtype_of(loaded.module) in (torch.float32, torch.float64)
+    allowed = _TOLERANCE if wide else _TOLERANCE_16_BITS
     for which, found in zip(("first", "second"), apart, strict=True):
         if not found <= allowed:  # NaN, too
             raise CommandError(

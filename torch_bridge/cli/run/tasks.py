@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,15 +32,15 @@ class Task(Protocol):
         """What other programs load, into an empty folder."""
 
 
+@dataclass(frozen=True)
 class Trained:
     """What there is to write after a run."""
 
-    def __init__(
-        self, loaded: LoadedModel, converted: tb.Converted, state: fz.TrainState, plan: fz.Plan,
-        record: Callable[[DataSettings], outputs.RunRecord],
-    ) -> None:  # fmt: skip
-        self.loaded, self.converted, self.state, self.plan = loaded, converted, state, plan
-        self.record = record
+    loaded: LoadedModel
+    converted: tb.Converted
+    state: fz.TrainState
+    plan: fz.Plan
+    record: Callable[..., outputs.RunRecord]  # all of it but `data`
 
     def save_around(self, folder: Path) -> None:
         """The configuration of whole weights, and the tokenizer."""
@@ -77,4 +78,4 @@ class Pretraining:
         """Weights, configuration, tokenizer and the record for `fzero eval`."""
         tb.save(folder / outputs.WEIGHTS, trained.converted, trained.state, plan=trained.plan)
         trained.save_around(folder)
-        outputs.write_json(folder / outputs.RECORD, trained.record(self._text).to_json())
+        outputs.write_json(folder / outputs.RECORD, trained.record(data=self._text).to_json())

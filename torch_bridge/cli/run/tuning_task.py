@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch_bridge.cli.flags.tuning_settings import (
 )
 from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.run import outputs, packing_check
-from torch_bridge.cli.run.corpus import Batch, entropy
+from torch_bridge.cli.run.corpus import Batch, entropy, own_rows
 from torch_bridge.cli.run.tasks import Trained
 from torch_bridge.documents.rows import Rows, batch_rows
 from torch_bridge.documents.spool import Spool
@@ -80,11 +80,11 @@ class RowCorpus:
 
     def train_batch(self, seed: int, step: int, size: int, who: tuple[int, int] = (0, 1)) -> Batch:
         """See `Rows.batch`."""
-        return self.train.batch(seed, step, size, _own(size, who))
+        return self.train.batch(seed, step, size, own_rows(size, who))
 
     def validation_batches(self, size: int, who: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """See `Rows.in_order`."""
-        return self.validation.in_order(size, _own(size, who))
+        return self.validation.in_order(size, own_rows(size, who))
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:
         """Without what fills rows up."""
@@ -132,12 +132,8 @@ class Tuning:
         else:
             other = train[VALIDATION_EVERY - 1 :: VALIDATION_EVERY] or train[-1:]
             train = train.without(other)
-        how = {"packed": own.pack, "too_long": own.too_long}
-        found = RowCorpus(
-            Rows.of(train, own.seq, **how),  # type: ignore[arg-type]
-            Rows.of(other, own.seq, **how),  # type: ignore[arg-type]
-            (len(train), len(other)),
-        )
+        rows_of = partial(Rows.of, length=own.seq, packed=own.pack, too_long=own.too_long)
+        found = RowCorpus(rows_of(train), rows_of(other), (len(train), len(other)))
         apart = bool(own.eval_sources)
         least = "a document" if apart else "at least two documents"
         for rows, what, flag, given in (
@@ -153,20 +149,14 @@ class Tuning:
 
     def convert(self, loaded: LoadedModel) -> tuple[tb.Converted, Callable[..., Any]]:
         """See `Task`."""
-        ids = models.example_ids(self.rows.seq)
+        seq = self.rows.seq
+        example: dict[str, Any] = {"input_ids": models.example_ids(seq)}
         if self.rows.pack:
-            seq = self.rows.seq
             packing_check.check_packs(loaded, seq)
-            made = tb.convert(
-                loaded.module,
-                input_ids=ids,
-                attention_mask=torch.zeros(
-                    (2, 1, seq, seq), dtype=packing_check.dtype_of(loaded.module)
-                ),
-                position_ids=torch.arange(seq).expand(2, -1).contiguous(),
-            )
-        else:
-            made = tb.convert(loaded.module, input_ids=ids)
+            dtype = packing_check.dtype_of(loaded.module)
+            example["attention_mask"] = torch.zeros((2, 1, seq, seq), dtype=dtype)
+            example["position_ids"] = torch.arange(seq).expand(2, -1).contiguous()
+        made = tb.convert(loaded.module, **example)
         if self.lora is not None:
             own = self.lora
             if own.base in QUANTISED:
@@ -186,12 +176,6 @@ class Tuning:
         else:
             tb.save(folder / outputs.WEIGHTS, trained.converted, state, plan=plan)
             trained.save_around(folder)
-
-
-def _own(size: int, who: tuple[int, int]) -> slice:
-    """A process's rows of a batch: this process, and how many there are."""
-    own = size // who[1]
-    return slice(who[0] * own, (who[0] + 1) * own)
 
 
 def _packed_loss(forward: Any, batch: Any) -> Any:
