@@ -105,11 +105,10 @@ def put_in(
     module.requires_grad_(False)
     made: dict[int, LowRank] = {}
     for path in paths:
-        parent, _, child = path.rpartition(".")
         base = module.get_submodule(path)
         if id(base) not in made:
             made[id(base)] = LowRank(base, settings)
-        module.get_submodule(parent)._modules[child] = made[id(base)]
+        module.set_submodule(path, made[id(base)])
     return paths
 
 

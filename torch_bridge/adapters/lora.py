@@ -101,10 +101,7 @@ def lora(
         own: Any = module
         own.peft_config = {NAME: _written(config, module, paths)}
 
-    def values(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _initial(converted, layout, seed)
-
-    made = convert_copy(converted, change, values)
+    made = convert_copy(converted, change, lambda layout: _initial(converted, layout, seed))
     _require_called(made, paths)
     if adapter is None:
         return made
@@ -222,7 +219,8 @@ def _initial(
     converted: Converted, layout: Layout, seed: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Initial values by leaf name: the base's, and an adapter's that changes nothing yet."""
-    old = {**converted.by_initial()[0], **converted.by_initial()[1]}
+    old_params, old_buffers = converted.by_initial()
+    old = old_params | old_buffers
     leaf_of = converted.layout.leaf_of()
     params: dict[str, Any] = {}
     buffers: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def quantize(
             f"quantize: the module has adapters {sorted(converted.adapters)} already; quantise"
             " first: tb.lora(tb.quantize(converted), ...)"
         )
-    old, _ = converted.by_initial()
+    old, buffers = converted.by_initial()
     leaf_of = converted.layout.leaf_of()
 
     def change(module: torch.nn.Module) -> None:
@@ -76,20 +76,18 @@ def quantize(
                 if why:
                     raise ConversionError(f"quantize: target `{path}` {why}; leave it out")
                 made[id(layer)] = QuantizedLinear(layer, to)
-            parent, _, child = path.rpartition(".")
-            module.get_submodule(parent)._modules[child] = made[id(layer)]
+            module.set_submodule(path, made[id(layer)])
         if not made:
             raise ConversionError("quantize: no layer is left that can be; give targets=")
 
     def values(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-        params = {
-            leaf.name: Quantized(old[leaf_of[leaf.name].name], leaf.dense.to)
-            if leaf.dense and not leaf_of[leaf.name].dense
-            else old[leaf_of[leaf.name].name]
-            for leaf in layout.leaves
-            if leaf.is_param
-        }
-        return params, converted.by_initial()[1]
+        params: dict[str, Any] = {}
+        for leaf in (leaf for leaf in layout.leaves if leaf.is_param):
+            before = leaf_of[leaf.name]
+            value = old[before.name]
+            fresh = leaf.dense and not before.dense
+            params[leaf.name] = Quantized(value, leaf.dense.to) if fresh else value
+        return params, buffers
 
     return convert_copy(converted, change, values)
 

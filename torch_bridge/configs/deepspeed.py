@@ -10,7 +10,7 @@ import optax
 
 import fzero as fz
 from torch_bridge.configs.keys import AUTO, Keys, read
-from torch_bridge.configs.optimizers import base_rate, transformation
+from torch_bridge.configs.optimizers import transformation
 from torch_bridge.configs.outcome import Imported, Schedule
 from torch_bridge.configs.schedules import BUILDERS
 from torch_bridge.configs.zero import zero_fields
@@ -222,17 +222,14 @@ def _checkpointing(keys: Keys, fields: dict[str, Any]) -> None:
 
 def _optimizer(keys: Keys) -> tuple[optax.GradientTransformation | None, Schedule | None]:
     own, scheduler = keys.below("optimizer"), keys.below("scheduler")
-    params = None if own is None else own.below("params")
-    name, lr = None, None
-    if own is not None:
-        name = str(own.take("type", "missing"))
-        own.without_effect({"legacy_fusion": "how it is computed, not what"})
-        own.done()
-        params = params or own.empty("params")
-        lr = base_rate(params)
-    schedule = None if scheduler is None else _scheduler(scheduler, lr)
-    if own is None or params is None or name is None:
-        return None, schedule
+    if own is None:
+        return None, scheduler and _scheduler(scheduler, None)
+    params = own.below("params") or own.made("params", {})
+    name = str(own.take("type", "missing"))
+    own.without_effect({"legacy_fusion": "how it is computed, not what"})
+    own.done()
+    lr = params.number("lr", 1e-3)
+    schedule = scheduler and _scheduler(scheduler, lr)
     tx = transformation(name.lower(), params, lr if schedule is None else schedule)
     params.done()
     own.note("type", name, "tx", f"lr={lr:g}" if schedule is None else "with the schedule in it")
@@ -241,7 +238,7 @@ def _optimizer(keys: Keys) -> tuple[optax.GradientTransformation | None, Schedul
 
 def _scheduler(keys: Keys, lr: float | None) -> Schedule:
     name = keys.take("type")
-    params = keys.below("params") or keys.empty("params")
+    params = keys.below("params") or keys.made("params", {})
     if name not in BUILDERS:
         raise keys.error("type", repr(name), f"expected one of {list(BUILDERS)}")
     schedule = BUILDERS[name](params, lr)

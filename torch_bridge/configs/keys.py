@@ -86,11 +86,11 @@ class Keys:
             return None
         if not isinstance(value, Mapping):
             raise self.error(key, repr(value), "expected keys and values")
-        return Keys(self.source, value, self.auto, f"{self.prefix}{key}.", self.notes)
+        return self.made(key, value)
 
-    def empty(self, key: str) -> Keys:
-        """Keys that the file does not have."""
-        return Keys(self.source, {}, self.auto, f"{self.prefix}{key}.", self.notes)
+    def made(self, key: str, values: Mapping[str, Any]) -> Keys:
+        """Keys below a key that the file does not have, as if it had these."""
+        return Keys(self.source, values, self.auto, f"{self.prefix}{key}.", self.notes)
 
     def note(self, key: str, value: Any, became: str = "", why: str = "") -> None:
         """Notes what became of a key."""

@@ -26,11 +26,6 @@ _NO_EFFECT = dict.fromkeys(
 )
 
 
-def base_rate(keys: Keys) -> float:
-    """The rate that the optimizer itself names."""
-    return float(keys.number("lr", 1e-3))
-
-
 def transformation(name: str, keys: Keys, lr: Any) -> optax.GradientTransformation:
     """The transformation of an optimizer's name and parameters.
 

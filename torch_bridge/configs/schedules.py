@@ -9,9 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from torch_bridge.configs.keys import Keys
+from torch_bridge.configs.outcome import Schedule
 
-
-Schedule = Callable[[Any], Any]
 
 # DeepSpeed sets the rate of update n when update n - 1 is done, from the iteration n - 1; so two
 # updates run at the start's rate.

@@ -84,11 +84,8 @@ def zero_fields(keys: Keys, fields: dict[str, Any], devices: int | None) -> None
 
 def _offload(own: Keys, fields: dict[str, Any]) -> None:
     tiers: dict[str, Any] = {}
-    old = own.take("cpu_offload", False), own.take("cpu_offload_param", False)
-    below = own.below("offload_optimizer")
-    if below is not None or old[0]:
-        tier = "host" if below is None else _tier(below, fields)
-        share = 1.0 if below is None else below.number("ratio", 1.0)
+    if below := _offloaded(own, "offload_optimizer", "cpu_offload"):
+        tier, share = _tier(below, fields), below.number("ratio", 1.0)
         if tier is not None:
             tiers["opt_state"] = tier if share == 1.0 else (tier, share)
             # DeepSpeed parks the float32 parameters with the moments.
@@ -99,9 +96,8 @@ def _offload(own: Keys, fields: dict[str, Any]) -> None:
                 "visits the device in pieces; update_on='host' computes on the host's cores",
             )  # fmt: skip
         _rest(below)
-    below = own.below("offload_param")
-    if below is not None or old[1]:
-        tier = "host" if below is None else _tier(below, {})
+    if below := _offloaded(own, "offload_param", "cpu_offload_param"):
+        tier = _tier(below, {})
         if tier == "disk":
             raise own.error(
                 "offload_param", "on nvme", "parameters visit from the host: device 'cpu'"
@@ -112,6 +108,12 @@ def _offload(own: Keys, fields: dict[str, Any]) -> None:
         _rest(below)
     if tiers:
         fields["tiers"] = tiers
+
+
+def _offloaded(own: Keys, key: str, old: str) -> Keys | None:
+    """What is said of a part that is offloaded; of old, true stood for the CPU."""
+    switched, below = own.take(old, False), own.below(key)
+    return own.made(key, {"device": "cpu"}) if below is None and switched else below
 
 
 def _tier(own: Keys, fields: dict[str, Any]) -> str | None:
@@ -126,9 +128,7 @@ def _tier(own: Keys, fields: dict[str, Any]) -> str | None:
     return known[device]
 
 
-def _rest(own: Keys | None) -> None:
-    if own is None:
-        return
+def _rest(own: Keys) -> None:
     own.take("ratio")
     own.refuse({"super_offload": "no counterpart; write false"})
     buckets = "pieces of fz.Plan(stream_bytes=) visit the device, two at a time"

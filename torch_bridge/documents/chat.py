@@ -42,7 +42,8 @@ def end_tokens(tokenizer: Any) -> tuple[int, ...]:
             text = ""
         _, said, after = text.rpartition(_WORD)  # (a template may leave a text out, or change it)
         behind = tokenizer(after if said else "", add_special_tokens=False).input_ids
-        known = {number for number, token in _added(tokenizer).items() if token.special}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        known = {number for number, token in added.items() if token.special}
         found |= set([number for number in behind if number in known][:1])
     return tuple(sorted(found))
 
@@ -77,7 +78,3 @@ def asked(tokenizer: Any, text: str) -> list[int]:
             " content, not a list of parts alone"
         )
     return list(tokenizer(whole, add_special_tokens=False).input_ids)
-
-
-def _added(tokenizer: Any) -> dict[int, Any]:
-    return dict(getattr(tokenizer, "added_tokens_decoder", {}))

@@ -77,9 +77,8 @@ def _of_file(path: Path) -> Iterator[Record]:
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(line.decode("utf-8"))
-        if (
-            rb"\ud" in line.lower()
-        ):  # half of a pair of escapes is no character, and no text of UTF-8
+        if rb"\ud" in line.lower():
+            # Half of a pair of escapes is no character, and no text of UTF-8.
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise BatchError(f"{where}: expected one JSON object on this line: {error}") from error

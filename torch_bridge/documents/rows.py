@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from torch_bridge.packing import filled, rows_of
 IntArray = NDArray[np.int32]
 Batch = dict[str, IntArray]
 TOO_LONG = ("error", "cut", "skip")
-
-
 # Rows that are in memory at once where all are looked at.
 _CHUNK = 16
 
@@ -191,6 +188,6 @@ def batch_rows(length: int, seed: int, step: int, size: int) -> NDArray[np.int64
     return np.asarray(found, np.int64)
 
 
-@functools.lru_cache(maxsize=2)  # a batch can straddle two epochs
+@lru_cache(maxsize=2)  # a batch can straddle two epochs
 def _order(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(length)

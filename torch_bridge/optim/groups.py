@@ -99,9 +99,9 @@ def optimizer(
     ]
     labels = _labels([group for one, _ in several for group in one.param_groups], names)
     used = {
-        label: rule(group)
-        for label, (rule, group) in zip(map(str, range(len(rules))), rules, strict=True)
-        if label in labels.values()
+        str(number): rule(group)
+        for number, (rule, group) in enumerate(rules)
+        if str(number) in labels.values()
     }
     if not used:
         kinds = " and ".join(type(one).__name__ for one, _ in several)

@@ -36,8 +36,8 @@ def find_rule(optimizer: Any) -> Rule:
         optimizer: a torch optimizer.
 
     Returns:
-        `rule(group) -> optax transformation`; items of a group are numbers, or `Rates` where a
-        schedule changes them.
+        `rule(group) -> optax transformation`; items of a group are numbers (also as tensors of one
+        element), or `Rates` where a schedule changes them.
 
     Raises:
         ConversionError: an optimizer that is not mapped, or has hooks.
@@ -88,28 +88,28 @@ _ADVICE = {
 def _adam(group: Group) -> optax.GradientTransformation:
     b1, b2 = group["betas"]
     b2 = _constant(b2, "betas[1]")
-    rest = {"b2": b2, "eps": _number(group["eps"]), "amsgrad": bool(group["amsgrad"])}
+    rest = {"b2": b2, "eps": float(group["eps"]), "amsgrad": bool(group["amsgrad"])}
     return _decayed(group, _cycled(scale_by_adam, "b1", b1, rest))
 
 
 def _nadam(group: Group) -> optax.GradientTransformation:
-    decay = _number(group["momentum_decay"])
-    return _decayed(group, scale_by_nadam(*_betas(group), _number(group["eps"]), decay))
+    decay = float(group["momentum_decay"])
+    return _decayed(group, scale_by_nadam(*_betas(group), float(group["eps"]), decay))
 
 
 def _radam(group: Group) -> optax.GradientTransformation:
-    return _decayed(group, scale_by_radam(*_betas(group), _number(group["eps"])))
+    return _decayed(group, scale_by_radam(*_betas(group), float(group["eps"])))
 
 
 def _adamax(group: Group) -> optax.GradientTransformation:
-    return _decayed(group, scale_by_adamax(*_betas(group), _number(group["eps"])))
+    return _decayed(group, scale_by_adamax(*_betas(group), float(group["eps"])))
 
 
 def _sgd(group: Group) -> optax.GradientTransformation:
     momentum = group["momentum"]
     if not isinstance(momentum, Rates) and momentum == 0:
         return _decayed(group)
-    dampening = _number(group["dampening"])
+    dampening = float(group["dampening"])
     blocks = []
     if dampening:
         # The first gradient starts the trace undamped.
@@ -121,8 +121,8 @@ def _sgd(group: Group) -> optax.GradientTransformation:
 
 
 def _adagrad(group: Group) -> optax.GradientTransformation:
-    blocks = [scale_by_adagrad(_number(group["initial_accumulator_value"]), _number(group["eps"]))]
-    slower = _number(group["lr_decay"])
+    blocks = [scale_by_adagrad(float(group["initial_accumulator_value"]), float(group["eps"]))]
+    slower = float(group["lr_decay"])
     if slower:
         blocks.append(
             optax.scale_by_schedule(lambda count: 1.0 / (1.0 + slower * count.astype(jnp.float32)))
@@ -132,7 +132,7 @@ def _adagrad(group: Group) -> optax.GradientTransformation:
 
 def _rmsprop(group: Group) -> optax.GradientTransformation:
     scale = optax.scale_by_stddev if group["centered"] else optax.scale_by_rms
-    decay, eps = _number(group["alpha"]), _number(group["eps"])
+    decay, eps = float(group["alpha"]), float(group["eps"])
     blocks = [scale(decay=decay, eps=eps, eps_in_sqrt=False)]
     momentum = group["momentum"]
     if isinstance(momentum, Rates) or momentum > 0:
@@ -141,7 +141,7 @@ def _rmsprop(group: Group) -> optax.GradientTransformation:
 
 
 def _adadelta(group: Group) -> optax.GradientTransformation:
-    return _decayed(group, optax.scale_by_adadelta(_number(group["rho"]), _number(group["eps"])))
+    return _decayed(group, optax.scale_by_adadelta(float(group["rho"]), float(group["eps"])))
 
 
 def _lion(group: Group) -> optax.GradientTransformation:
@@ -155,10 +155,14 @@ def _refuse_other_lions(optimizer: Any) -> None:
     for number, group in enumerate(optimizer.param_groups):
         missing = {"lr", "betas", "weight_decay"} - set(group)
         # cautious_factor=1 leaves every element as it is.
-        more = {k: v for k, v in group.items() if k not in usual and v is not None}
-        more = {k: v for k, v in more.items() if v is not False}
-        more = {k: v for k, v in more.items() if (k, v) != ("cautious_factor", 1.0)}
-        more |= {k: True for k in ("decoupled_wd",) if getattr(optimizer, k, False)}
+        more = {
+            k: v
+            for k, v in group.items()
+            if k not in usual and v is not None and v is not False
+            if (k, v) != ("cautious_factor", 1.0)
+        }
+        if getattr(optimizer, "decoupled_wd", False):
+            more["decoupled_wd"] = True
         if missing or more:
             raise ConversionError(
                 f"optimizer Lion, group {number}: expected lr, betas and weight_decay and nothing"
@@ -171,8 +175,8 @@ def _muon(group: Group) -> optax.GradientTransformation:
     scale = scale_by_muon(
         _constant(group["momentum"], "momentum"),
         bool(group["nesterov"]),
-        tuple(map(_number, group["ns_coefficients"])),  # type: ignore[arg-type]
-        _number(group["eps"]),
+        tuple(map(float, group["ns_coefficients"])),  # type: ignore[arg-type]
+        float(group["eps"]),
         int(group["ns_steps"]),
         group["adjust_lr_fn"],
     )
@@ -181,7 +185,7 @@ def _muon(group: Group) -> optax.GradientTransformation:
 
 def _decayed(group: Group, *blocks: optax.GradientTransformation) -> optax.GradientTransformation:
     """A rule with what all have in common: the sign, weight decay and the learning rate."""
-    decay = _number(group["weight_decay"])
+    decay = float(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay", False))
     chain = [optax.scale(-1.0)] if group.get("maximize") else []
     if decay and not decoupled:
@@ -232,11 +236,6 @@ def _constant(value: Any, name: str) -> float:
             f"the scheduler changes {name} of an optimizer where that is not mapped; give it"
             " cycle_momentum=False, or use AdamW, Adam, SGD or RMSprop"
         )
-    return _number(value)
-
-
-def _number(value: Any) -> float:
-    """A hyperparameter as a float; torch also takes tensors."""
     return float(value)
 
 
@@ -253,10 +252,7 @@ _RULES: dict[type, Rule] = {
     torch.optim.Muon: _muon,
 }
 
-# Those that see a matrix, not its elements: each layer of a stack is one of its own.
-_OF_MATRICES = (torch.optim.Muon,)
-
 
 def sees_matrices(optimizer: Any) -> bool:
-    """Whether an optimizer looks at whole matrices."""
-    return isinstance(optimizer, _OF_MATRICES)
+    """Whether an optimizer sees a matrix, not its elements: each layer of a stack is one."""
+    return isinstance(optimizer, torch.optim.Muon)

@@ -66,9 +66,7 @@ def follow(
     if isinstance(scheduler, lr_scheduler.OneCycleLR) and num_steps is not None:
         _require_as_many(scheduler, -(-num_steps // every))
     pattern = _pattern(scheduler)
-    table = None
-    if pattern is not None:
-        table = _periodic(optimizer, scheduler, first, pattern)
+    table = None if pattern is None else _periodic(optimizer, scheduler, first, pattern)
     if table is None:
         if num_steps is None:
             raise ConversionError(
