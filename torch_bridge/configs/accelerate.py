@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def from_accelerate(
     keys.without_effect(dict.fromkeys(_STARTS, _START))
     keys.without_effect({"dynamo_config": "a step is one compiled program"})
     keys.done()
-    tx, schedule, rows = (None, None, None) if inner is None else (
-        inner.tx, inner.schedule, inner.batch_size
-    )  # fmt: skip
-    return Imported(fz.Plan(**fields), tx, schedule, rows, tuple(keys.notes))
+    plan, notes = fz.Plan(**fields), tuple(keys.notes)
+    if inner is None:
+        return Imported(plan, None, None, None, notes)
+    return replace(inner, plan=plan, notes=notes)
 
 
 def _data(keys: Keys, fields: dict[str, Any], devices: int) -> None:

@@ -78,9 +78,10 @@ def grain_batches(
         )
     num = size // count
     own = slice(process * num, (process + 1) * num)
-    source = _NumberedBatches(rows, size, seed, own, sys.maxsize if steps is None else steps)
+    numbers = grain.MapDataset.range(sys.maxsize if steps is None else steps)
+    numbered = numbers.map(lambda step: rows.batch(seed, int(step), size, own))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
-    batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    batches = iter(numbered.to_iter_dataset(options))
     return _of_these(batches, {"rows": len(rows), "size": int(size), "seed": int(seed)}, rows)
 
 
@@ -114,17 +115,3 @@ def _of_these(batches: Any, about: dict[str, Any], rows: Rows) -> Any:
             batches.set_state({name: state[name] for name in state if name not in came})
 
     return Batches(batches)
-
-
-class _NumberedBatches:
-    """Batches by their number, as grain takes them."""
-
-    def __init__(self, rows: Rows, size: int, seed: int, own: slice, steps: int) -> None:
-        self._rows, self._size, self._seed = rows, size, seed
-        self._own, self._steps = own, steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, step: int) -> Batch:
-        return self._rows.batch(self._seed, int(step), self._size, self._own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ _DEFAULTS: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-# What torch's schedulers keep in a group beside them, and miss where a file replaces it.
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+# And what torch's schedulers keep in a group beside them, and miss where a file replaces it.
+_KNOWN = (*_DEFAULTS, "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 def step_of(value: Any, file: str) -> int:
@@ -64,10 +64,10 @@ def unaccounted(entry: Any) -> str | None:
     """
     if not isinstance(entry, Mapping):
         return f"is a {type(entry).__name__}"
-    missing = {"step", *MOMENTS} - set(entry)
+    known = {"step", *MOMENTS}
+    missing = known - set(entry)
     if missing:
         return f"has no {', '.join(sorted(missing))}, but {', '.join(map(str, entry)) or 'nothing'}"
-    known = {"step", *MOMENTS}
     more = [str(k) for k, v in entry.items() if isinstance(v, torch.Tensor) and k not in known]
     return f"has {', '.join(more)} as well" if more else None
 
@@ -200,12 +200,10 @@ def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any
 
 def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
     """Hyperparameters, all of which torch's AdamW or a scheduler has."""
-    known = (*_DEFAULTS, *_OF_SCHEDULERS)
-    unknown = set(hyper) - set(known)
-    if unknown:
+    if unknown := set(hyper) - set(_KNOWN):
         raise CheckpointError(
             f"save: unknown hyperparameters {sorted(unknown)}; torch's AdamW and schedulers have"
-            f" {list(known)}"
+            f" {list(_KNOWN)}"
         )
     return dict(hyper)
 
@@ -217,16 +215,12 @@ def groups_of(optimizer: Optimizer, params: list[Any]) -> list[dict[str, Any]]:
         optimizer: what is known.
         params: what one group has, where the groups do not say which of these each has.
     """
-    own = (*_DEFAULTS, *_OF_SCHEDULERS)
     listed = [str(one) for group in optimizer.groups for one in group.get("params", ())]
     say = len(listed) == len(set(listed)) and {str(one) for one in params} <= set(listed)
     if not say:
         known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}
-        return [{**_DEFAULTS, **_only(known, own), "params": params}]
-    return [
-        {**_DEFAULTS, **_only(group, own), "params": list(group.get("params", ()))}
-        for group in optimizer.groups
-    ]
+        return [{**_hyper(known), "params": params}]
+    return [{**_hyper(g), "params": list(g.get("params", ()))} for g in optimizer.groups]
 
 
 def require_all(optimizer: Optimizer, to: str) -> Optimizer:
@@ -249,8 +243,9 @@ def require_all(optimizer: Optimizer, to: str) -> Optimizer:
     return optimizer
 
 
-def _only(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key in keys}
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch's AdamW would have in a group: its own defaults where this one says nothing."""
+    return {**_DEFAULTS, **{key: value for key, value in group.items() if key in _KNOWN}}
 
 
 def groups_like(

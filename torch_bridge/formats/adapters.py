@@ -11,6 +11,7 @@ from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
 from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.state import lazy_leaf
 from torch_bridge.module.adapters import BASE, Adapter, Target, base_name, pick
 from torch_bridge.module.lazy_tensor import LazyTensor
 from torch_bridge.module.names import Leaf
@@ -34,7 +35,7 @@ def by_key(
     own = {}
     for leaf, value in state_leaves(converted, state_or_params, plan, "adapter"):
         if leaf.name in found.keys:
-            own[found.keys[leaf.name]] = _lazily(leaf, value)
+            own[found.keys[leaf.name]] = lazy_leaf(leaf.name, leaf, value)
     return {key: own[key] for key in found.keys.values()}
 
 
@@ -52,12 +53,6 @@ def _require_all_trained(converted: Converted, found: Adapter) -> None:
             ' state (without to="peft"), load it into the module (tb.load_into) and save that with'
             " its save_pretrained; or freeze what is not to be trained"
         )
-
-
-def _lazily(leaf: Leaf, value: Any) -> LazyTensor:
-    return LazyTensor(
-        leaf.name, saved_dtype(leaf, value), leaf.shape, lambda at: leaf_tensor(leaf, value)[at]
-    )
 
 
 def merged_content(
@@ -100,7 +95,7 @@ def _warn_of_ties(updated: Sequence[Leaf], name: str) -> None:
 
 def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyTensor:
     if target is None and leaf.dense is None:
-        return _lazily(leaf, value)
+        return lazy_leaf(leaf.name, leaf, value)
     dtype = leaf.dense.dtype if leaf.dense else saved_dtype(leaf, value)
 
     def fetch(at: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fzero.sharding.lazy_array import Index
 from torch_bridge.formats.adam import MOMENTS, at_one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.mapped_tensors import Mapped, find_tensor, map_file
-from torch_bridge.formats.torch_files import cause_of
+from torch_bridge.formats.torch_files import cause_of, sizes_of
 from torch_bridge.module.lazy_tensor import LazyTensor
 
 
@@ -182,7 +182,7 @@ class _Chunks:
                 not isinstance(name, str)
                 or not isinstance(file, str)
                 or not all(isinstance(n, int) and n >= 0 for n in extent)
-                or not (offset is None or _sizes(offset) is not None)
+                or not (offset is None or sizes_of(offset) is not None)
             ):
                 raise CheckpointError(f"{METADATA}: does not say where {name!r:.100} is")
             if Path(file).name != file or "\\" in file:
@@ -202,17 +202,15 @@ class _Chunks:
     def tensor(self, name: str, entry: Any) -> LazyTensor | None:
         """A tensor that is read chunk by chunk; None for an entry that is not one."""
         dtype = getattr(getattr(entry, "properties", None), "dtype", None)
-        shape, chunks = _sizes(getattr(entry, "size", None)), getattr(entry, "chunks", None)
+        shape, chunks = sizes_of(getattr(entry, "size", None)), getattr(entry, "chunks", None)
         if dtype is None and shape is None and chunks is None:
             return None
         if not isinstance(dtype, torch.dtype) or shape is None or not isinstance(chunks, list):
             raise CheckpointError(f"{METADATA}: `{name}` has no dtype, size or chunks")
         filled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for chunk in chunks:
-            start, size = (
-                _sizes(getattr(chunk, "offsets", None)),
-                _sizes(getattr(chunk, "sizes", None)),
-            )
+            start = sizes_of(getattr(chunk, "offsets", None))
+            size = sizes_of(getattr(chunk, "sizes", None))
             if (
                 start is None
                 or size is None
@@ -294,13 +292,6 @@ class _Chunks:
             return torch.load(content, map_location="cpu", weights_only=True)
         except Exception:  # not a plain value: it is not needed
             return None
-
-
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    fine = isinstance(value, list | tuple) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
-    )
-    return tuple(value) if fine else None
 
 
 def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:

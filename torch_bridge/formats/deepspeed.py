@@ -29,6 +29,7 @@ from torch_bridge.formats.deepspeed_files import (
     _MODEL,
     FP32,
     Files,
+    Models,
     from_shards,
     load_file,
     load_model,
@@ -76,7 +77,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     models = {key: load_model(path) for key, path in sorted(files.models.items())}
     _require_whole(files, models)
     tensors, ties = own_weights(files, models)
-    optimized: dict[str, dict[str, LazyTensor]] = {FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    optimized: dict[str, dict[str, LazyTensor]] = {key: {} for key in (FP32, *MOMENTS)}
     ranks = sorted({rank for _, rank in files.optims})
     zeros = [ZeroFiles.read(files, rank, _first(models, rank)) for rank in ranks]
     own = [zero.tensors() for zero in zeros]
@@ -124,7 +125,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: str) -> Any:
+def _of_stages(models: Models, file: str) -> Any:
     """Without ZeRO each model rank's file has its optimizer, which numbers its own parameters."""
     found: list[Optimizer] = []
     ranks = sorted({rank for _, rank in models})
@@ -175,7 +176,7 @@ def _numbered_on(stages: Sequence[Optimizer], file: str) -> Optimizer | str:
     return at_one_step([one.step for one in stages], file, found, tuple(groups), named=False)
 
 
-def _require_whole(files: Files, models: Mapping[Any, Mapping[str, Any]]) -> None:
+def _require_whole(files: Files, models: Models) -> None:
     """Raises `CheckpointError` if stages of a pipeline are missing, or files are of several steps.
 
     What is missing would go unseen: another stage's numbers, or weights in 16 bits, in its place.
@@ -235,7 +236,7 @@ def _require_layers(
         )
 
 
-def _first(models: Mapping[tuple[int | None, int], dict[str, Any]], rank: int) -> dict[str, Any]:
+def _first(models: Models, rank: int) -> dict[str, Any]:
     """What the first data rank wrote for a model rank."""
     found = models.get((None, rank), models.get((0, rank)))
     if found is None:
@@ -246,28 +247,26 @@ def _first(models: Mapping[tuple[int | None, int], dict[str, Any]], rank: int) -
     return found
 
 
-def own_weights(
-    files: Files, models: Mapping[tuple[int | None, int], dict[str, Any]]
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+def own_weights(files: Files, models: Models) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The module's own weights and buffers, as its `state_dict` has them."""
-    found: dict[str, LazyTensor] = {}
-    ties: dict[str, str] = {}
-    for number, path in sorted(files.layers.items()):
-        content = {f"{number}.{name}": value for name, value in load_file(path).items()}
-        tensors, aliases = lazy_tensors(_dense(content, path.name), path.name)
-        found.update(tensors)
-        ties.update(aliases)
+    contents = {
+        path.name: {f"{number}.{name}": value for name, value in load_file(path).items()}
+        for number, path in sorted(files.layers.items())
+    }
     for (data, rank), state in models.items():
         if data in (None, 0) and state.get("module") is not None:
-            name = files.models[data, rank].name
-            tensors, aliases = lazy_tensors(_dense(state["module"], name), name)
-            if set(tensors) & set(found):
-                raise CheckpointError(
-                    f"{name}: has {sorted(set(tensors) & set(found))[:5]} as another model rank"
-                    " does: slices of them (tensor parallelism) are not covered"
-                )
-            found.update(tensors)
-            ties.update(aliases)
+            contents[files.models[data, rank].name] = state["module"]
+    found: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    for file, content in contents.items():
+        tensors, aliases = lazy_tensors(_dense(content, file), file)
+        if twice := sorted(set(tensors) & set(found)):
+            raise CheckpointError(
+                f"{file}: has {twice[:5]} as another model rank does: slices of them (tensor"
+                " parallelism) are not covered"
+            )
+        found |= tensors
+        ties |= aliases
     return found, ties
 
 
@@ -278,9 +277,7 @@ def _dense(content: Any, file: str) -> dict[str, torch.Tensor]:
     return dict(content)
 
 
-def absent_names(
-    tensors: Mapping[str, LazyTensor], models: Mapping[Any, Mapping[str, Any]]
-) -> set[str]:
+def absent_names(tensors: Mapping[str, LazyTensor], models: Models) -> set[str]:
     """Weights that are empty in a module's own file because stage 3 keeps them in parts."""
     buffers = {name for state in models.values() for name in state.get("buffer_names") or ()}
     return {name for name, tensor in tensors.items() if tensor.shape == (0,)} - buffers
@@ -349,7 +346,7 @@ def _merge(into: dict[str, LazyTensor], found: Mapping[str, LazyTensor], folder:
         into.setdefault(name, tensor)
 
 
-def shared_names(models: Mapping[Any, dict[str, Any]]) -> dict[str, str]:
+def shared_names(models: Models) -> dict[str, str]:
     ties: dict[str, str] = {}
     for state in models.values():
         shared = state.get("shared_params")
@@ -384,9 +381,7 @@ def _layers_of(name: str, tensor: LazyTensor, weights: Mapping[str, LazyTensor])
                 yield other
 
 
-def frozen_weights(
-    models: Mapping[tuple[int | None, int], dict[str, Any]], folder: Path
-) -> dict[str, LazyTensor]:
+def frozen_weights(models: Models, folder: Path) -> dict[str, LazyTensor]:
     """Stage 3's weights that do not learn: each data rank's file has a part."""
     found: dict[str, LazyTensor] = {}
     for rank in sorted({rank for _, rank in models}):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-from torch_bridge.formats.torch_files import Inert, load_plain
+from torch_bridge.formats.torch_files import Inert, load_plain, sizes_of
 from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, take
 
 
@@ -25,21 +25,15 @@ STAND_INS: dict[str, type] = dict.fromkeys(
     ),
     Inert,
 )
-
-
 FP32 = "fp32"
-
-
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-
-
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-
-
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_.*\.pt")
+
+
+# What the files of model states hold, by data rank (None: all the same) and model rank.
+Models = dict[tuple[int | None, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -114,10 +108,8 @@ def from_shards(
 
 
 def shape_of(size: Any, name: Any, file: str) -> tuple[int, ...]:
-    """A shape that a file gives."""
-    fine = isinstance(size, tuple | list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in size
-    )
-    if not fine or not isinstance(name, str):
+    """The shape that a file gives for a name."""
+    found = sizes_of(size)
+    if found is None or not isinstance(name, str):
         raise CheckpointError(f"{file}: {name!r:.100} has no shape, but {size!r:.100}")
-    return tuple(size)
+    return found

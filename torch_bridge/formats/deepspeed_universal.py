@@ -18,14 +18,20 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.adam import MOMENTS, at_one_step, groups_of, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
-from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_file, load_model, shape_of
+from torch_bridge.formats.deepspeed_files import (
+    FP32,
+    STAND_INS,
+    Files,
+    Models,
+    load_file,
+    load_model,
+    shape_of,
+)
 from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, in_memory
 
 
-_FP32 = "fp32"
-_Models = dict[tuple[int | None, int], dict[str, Any]]
 # DeepSpeed refuses files without a version; from this one on it can load universal checkpoints.
 _VERSION = "0.14.0"
 _INFO_VERSION = 0.2
@@ -34,7 +40,7 @@ _INFO_VERSION = 0.2
 def is_universal(folder: Path) -> bool:
     """Whether a step's folder is a universal checkpoint."""
     zero = folder / "zero"
-    return zero.is_dir() and any((path / f"{_FP32}.pt").is_file() for path in zero.iterdir())
+    return zero.is_dir() and any((path / f"{FP32}.pt").is_file() for path in zero.iterdir())
 
 
 def read_universal(folder: Path) -> Checkpoint:
@@ -47,11 +53,11 @@ def read_universal(folder: Path) -> Checkpoint:
     states = [state for (data, _), state in models.items() if data in (None, 0)]
     shapes = _learned_shapes(states, folder)
     found, steps, unread = _folders(folder, shapes)
-    if lost := sorted(set(shapes) - set(found[_FP32])):
+    if lost := sorted(set(shapes) - set(found[FP32])):
         raise CheckpointError(f"{folder.name}: {lost[:5]} learn, but have no folders in zero/")
     # What has no moments does not learn: the module has it in its own dtype.
     moments = found["exp_avg"]
-    learned = {n: t for n, t in found[_FP32].items() if n in moments or n not in own}
+    learned = {n: t for n, t in found[FP32].items() if n in moments or n not in own}
     tensors = {**own, **learned}
     for name, kept in ties.items():
         if kept in tensors and name not in moments:
@@ -72,7 +78,7 @@ def read_universal(folder: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def _modules(folder: Path) -> tuple[_Models, dict[str, LazyTensor], dict[str, str]]:
+def _modules(folder: Path) -> tuple[Models, dict[str, LazyTensor], dict[str, str]]:
     """What the module's files hold, by data rank (`None`: of all) and model rank; the weights in
     them, as the module has them; and the names of one tensor, each with the one that is kept."""
     files = Files.find(folder)
@@ -102,21 +108,21 @@ def _folders(
     folder: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, dict[str, LazyTensor]], list[int], str | None]:
     """Each parameter's tensors by kind and name, the steps, and what was not read, in words."""
-    tensors: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    tensors: dict[str, dict[str, LazyTensor]] = {key: {} for key in (FP32, *MOMENTS)}
     steps: list[int] = []
     unread = None
     for path in sorted((folder / "zero").iterdir()):
         found = {file.stem for file in path.glob("*.pt")} if path.is_dir() else set()
         if not found:
             continue
-        if _FP32 not in found:
-            raise CheckpointError(f"{folder.name}: `{path.name}` has no {_FP32}.pt")
-        if found - {_FP32, *MOMENTS, "step"}:
+        if FP32 not in found:
+            raise CheckpointError(f"{folder.name}: `{path.name}` has no {FP32}.pt")
+        if found - {FP32, *MOMENTS, "step"}:
             unread = f"{folder.name}: `{path.name}` has {sorted(found)}, expected Adam's alone"
         has = {key for key in MOMENTS if key in found}
         if len(has) == 1:
             raise CheckpointError(f"{folder.name}: `{path.name}` has only one of {MOMENTS}")
-        for key in (_FP32, *sorted(has)):
+        for key in (FP32, *sorted(has)):
             tensors[key][path.name] = _tensor(path, key, shapes.get(path.name))
         if "step" in found:
             steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
@@ -194,7 +200,7 @@ def write_universal(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> 
         no_folder = Path(name).name != name or name in ("", "..") or {"\\", "\0"} & set(name)
         if no_folder or name not in by_name:
             raise CheckpointError(f"universal: there is no folder or no weight for `{name}`")
-    kinds = {_FP32: {name: by_name[name].cast(torch.float32) for name in learned}}
+    kinds = {FP32: {name: by_name[name].cast(torch.float32) for name in learned}}
     if optimizer is not None:
         kinds |= {"exp_avg": dict(optimizer.exp_avg), "exp_avg_sq": dict(optimizer.exp_avg_sq)}
     names, count = list(learned), turns.count
@@ -235,7 +241,10 @@ def _write_models(folder: Path, content: Checkpoint, model: dict[str, Any]) -> N
     """What lies beside the parameters' folders."""
     optimizer = content.optimizer
     groups = groups_of(optimizer, [0]) if optimizer else []
-    common = _common_state(groups)
+    common: dict[str, Any] = {
+        "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0, "ds_version": _VERSION,
+        "param_groups": groups,
+    }  # fmt: skip
     write_plain(folder / "mp_rank_00_model_states.pt", model)
     if optimizer is not None:
         state = {0: {"step": torch.tensor(float(optimizer.step))}}
@@ -247,16 +256,6 @@ def _write_models(folder: Path, content: Checkpoint, model: dict[str, Any]) -> N
         stage_3 = {**model, "module": absent}
         write_plain(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", stage_3)
     torch.save(common, folder / "zero" / "optimizer_state.pt")
-
-
-def _common_state(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "dynamic_loss_scale": False,
-        "overflow": False,
-        "clip_grad": 0.0,
-        "ds_version": _VERSION,
-        "param_groups": groups,
-    }
 
 
 def _model_state(content: Checkpoint, shapes: Any, step: int) -> dict[str, Any]:

@@ -51,13 +51,12 @@ def read_lightning(path: Path) -> Checkpoint:
     tensors, ties = lazy_tensors(weights, path.name)
     states = content.get("optimizer_states")
     states = states if isinstance(states, list) else []
-    optimizer = read_optimizer(states[0], path.name) if len(states) == 1 else None
-    if len(states) > 1:
-        optimizer = f"{path.name}: expected the state of one optimizer, got {len(states)}"
+    optimizer = read_optimizer(states[0], path.name) if states else None
     extra: dict[str, Any] = {
         key: step_of(content[key], path.name) for key in ("global_step", "epoch") if key in content
     }
     if len(states) > 1:
+        optimizer = f"{path.name}: expected the state of one optimizer, got {len(states)}"
         extra["optimizers"] = len(states)
     params = content.get("hyper_parameters")
     if isinstance(params, Mapping):
@@ -79,10 +78,9 @@ def write_lightning(path: Path, content: Checkpoint) -> None:
     step = int(content.extra.get("global_step", optimizer.step if optimizer else 0))
     epoch = int(content.extra.get("epoch", 0))
     states: list[Any] = []
-    if optimizer is not None and optimizer.named:
-        states = [optimizer_state(optimizer, [n for n in tensors if n in optimizer.exp_avg])]
-    elif optimizer is not None:
-        order = sorted(optimizer.exp_avg, key=int)
+    if optimizer is not None:
+        of_weights = [name for name in tensors if name in optimizer.exp_avg]
+        order = of_weights if optimizer.named else sorted(optimizer.exp_avg, key=int)
         states = [optimizer_state(optimizer, order)]
     write_plain(
         path,

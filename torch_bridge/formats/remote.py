@@ -29,7 +29,7 @@ def fetched(url: str) -> Iterator[Path]:
         CheckpointError: nothing is there, or it cannot be read. Errors of the reader name the URL.
     """
     url = url.rstrip("/")
-    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         local = Path(folder) / url.rpartition("/")[2]
         with _said(url, "read"):
             store = _store(url)

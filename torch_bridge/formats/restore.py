@@ -103,10 +103,11 @@ def restore(
         ((2, 3), 0)
     """
     if is_url(path):
-        asked: dict[str, Any] = {"rng": rng, "devices": devices, "optimizer": optimizer}
-        asked |= {"names": names, "prefix": prefix, "strict": strict, "cast": cast}
         with fetched(str(path)) as local:
-            return restore(local, converted, tx, plan, **asked, chain=chain, key=key)
+            return restore(
+                local, converted, tx, plan, rng=rng, devices=devices, optimizer=optimizer,
+                names=names, prefix=prefix, strict=strict, cast=cast, chain=chain, key=key,
+            )  # fmt: skip
     moments = None
     if isinstance(converted, Converted) and converted.adapters and is_adapter(path):
         where, leaves = str(path), fit_adapter(converted, path)

@@ -11,6 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
                     f"{path.name}: `{name}` has dtype {stored.get_dtype()}, which is not covered"
                 )
             shape = tuple(int(n) for n in stored.get_shape())
-            found[name] = LazyTensor(name, dtype, shape, _fetch(file, name), path.name)
+            found[name] = LazyTensor(name, dtype, shape, partial(_slice, file, name), path.name)
     except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -88,12 +89,9 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     return found, ties
 
 
-def _fetch(file: Any, name: str) -> Any:
-    def fetch(index: Index) -> torch.Tensor:
-        found: torch.Tensor = file.get_slice(name)[index]
-        return found
-
-    return fetch
+def _slice(file: Any, name: str, index: Index) -> torch.Tensor:
+    found: torch.Tensor = file.get_slice(name)[index]
+    return found
 
 
 def read_index(path: Path, suffix: str) -> dict[str, list[str]]:

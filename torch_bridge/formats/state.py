@@ -9,7 +9,6 @@ import torch
 
 from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
-from fzero.sharding.lazy_array import Index
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
@@ -53,7 +52,7 @@ def state_content(
         names = [name for name in leaf.names if name in order]
         kept = leaf.saved_name if leaf.saved_name in names else names[0]
         learns = leaf.is_param and not leaf.frozen
-        tensors[kept] = _lazy(kept, leaf, value, masters and learns)
+        tensors[kept] = lazy_leaf(kept, leaf, value, masters and learns)
         ties.update({name: kept for name in names if name != kept})
     if not isinstance(state_or_params, TrainState):
         if optimizer:
@@ -87,13 +86,10 @@ def state_content(
     )  # fmt: skip
 
 
-def _lazy(name: str, leaf: Leaf, value: Any, master: bool) -> LazyTensor:
+def lazy_leaf(name: str, leaf: Leaf, value: Any, master: bool = False) -> LazyTensor:
+    """A value of a state as a tensor that is copied when it is read; a master as it is kept."""
     dtype = torch_dtype(value.dtype) if master else saved_dtype(leaf, value)
-
-    def fetch(index: Index) -> torch.Tensor:
-        return leaf_tensor(leaf, value, dtype)[index]
-
-    return LazyTensor(name, dtype, leaf.shape, fetch)
+    return LazyTensor(name, dtype, leaf.shape, lambda at: leaf_tensor(leaf, value, dtype)[at])
 
 
 def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer:

@@ -115,7 +115,7 @@ def shared_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
         return to_torch(np.asarray(array)[_cut(leaf)], dtype)
     sharding = array.sharding
     if len(sharding.device_set) > 1:
-        device = min(sharding.device_set, key=_number)
+        device = min(sharding.device_set, key=lambda one: one.id)
         array = jax.device_put(array, SingleDeviceSharding(device))
     if array.shape != leaf.shape:
         array = array[_cut(leaf)]
@@ -123,10 +123,6 @@ def shared_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
         return to_torch(np.asarray(array), dtype)
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)
     return tensor.to(dtype)
-
-
-def _number(device: Any) -> int:
-    return int(device.id)
 
 
 def _cut(leaf: Leaf) -> tuple[slice, ...]:

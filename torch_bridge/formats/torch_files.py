@@ -173,6 +173,14 @@ def is_dense(value: Any) -> bool:
     )
 
 
+def sizes_of(value: Any) -> tuple[int, ...] | None:
+    """A shape that a file gives; None where it is none."""
+    fine = isinstance(value, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+    return tuple(value) if fine else None
+
+
 def lazy_tensors(
     content: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:

@@ -15,7 +15,7 @@ class ToldError(CheckpointError):
 
 
 class Turns:
-    """The writers of one checkpoint: here this process alone (`formats.across` has several).
+    """The writers of one checkpoint: here this process alone (`multiprocess_write` has several).
 
     Every writer makes the same calls in the same order. A format with several files divides them
     into turns in their order, so that a stack's layers are mostly in one turn.

@@ -100,7 +100,10 @@ class Observed:
             times = 1 if one.times is None else one.times
             row["times"] += times
             row["wire_bytes"] += times * one.wire_bytes
-        self._update({"collectives": list(rows.values())})
+        path = self._out / ABOUT
+        if path.exists():  # of several processes, one has written it
+            about = json.loads(path.read_text(encoding="utf-8"))
+            outputs.write_json(path, about | {"collectives": list(rows.values())})
 
     def _recorded(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         copies, kept = Copies(), None
@@ -128,8 +131,3 @@ class Observed:
         with contextlib.suppress(OSError):  # a full disk is no reason to lose the run
             outputs.write_json(self._out / TIMELINE, found)
         return taken
-
-    def _update(self, more: dict[str, Any]) -> None:
-        path = self._out / ABOUT
-        if path.exists():
-            outputs.write_json(path, json.loads(path.read_text(encoding="utf-8")) | more)

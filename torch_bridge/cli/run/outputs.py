@@ -54,7 +54,7 @@ class RunRecord:
     fingerprint: str  # of the validation sequences
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `Record.read` understands."""
+        """A dictionary that `RunRecord.read` understands."""
         return vars(self) | {"data": self.data.to_json()}
 
     @classmethod
