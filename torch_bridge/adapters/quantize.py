@@ -85,8 +85,9 @@ def quantize(
         for leaf in (leaf for leaf in layout.leaves if leaf.is_param):
             before = leaf_of[leaf.name]
             value = old[before.name]
-            fresh = leaf.dense and not before.dense
-            params[leaf.name] = Quantized(value, leaf.dense.to) if fresh else value
+            if leaf.dense and not before.dense:
+                value = Quantized(value, leaf.dense.to)
+            params[leaf.name] = value
         return params, buffers
 
     return convert_copy(converted, change, values)

@@ -223,13 +223,13 @@ def _checkpointing(keys: Keys, fields: dict[str, Any]) -> None:
 def _optimizer(keys: Keys) -> tuple[optax.GradientTransformation | None, Schedule | None]:
     own, scheduler = keys.below("optimizer"), keys.below("scheduler")
     if own is None:
-        return None, scheduler and _scheduler(scheduler, None)
+        return None, None if scheduler is None else _scheduler(scheduler, None)
     params = own.below("params") or own.made("params", {})
     name = str(own.take("type", "missing"))
     own.without_effect({"legacy_fusion": "how it is computed, not what"})
     own.done()
     lr = params.number("lr", 1e-3)
-    schedule = scheduler and _scheduler(scheduler, lr)
+    schedule = None if scheduler is None else _scheduler(scheduler, lr)
     tx = transformation(name.lower(), params, lr if schedule is None else schedule)
     params.done()
     own.note("type", name, "tx", f"lr={lr:g}" if schedule is None else "with the schedule in it")

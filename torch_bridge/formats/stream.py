@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -115,7 +116,7 @@ def shared_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
         return to_torch(np.asarray(array)[_cut(leaf)], dtype)
     sharding = array.sharding
     if len(sharding.device_set) > 1:
-        device = min(sharding.device_set, key=lambda one: one.id)
+        device = min(sharding.device_set, key=attrgetter("id"))
         array = jax.device_put(array, SingleDeviceSharding(device))
     if array.shape != leaf.shape:
         array = array[_cut(leaf)]
