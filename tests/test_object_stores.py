@@ -330,7 +330,7 @@ def test_what_cannot_be_written_is_said_of_the_url(monkeypatch, kind):
     with (
         pytest.raises(kind, match=r"^s3://bucket/run-0/model\.safetensors: full$") as raised,
         remote.sent("s3://bucket/run-1", Second()) as local,
-        staged_directory(local, merge=False) as folder,
+        staged_directory(local, merge=False, turns=Turns()) as folder,
     ):
         raise kind(f"{folder / 'model.safetensors'}: full")
     assert type(raised.value) is kind

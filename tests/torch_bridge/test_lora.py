@@ -18,6 +18,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.formats.peft import fitted
 from torch_bridge.formats.staging import staged_directory
+from torch_bridge.formats.turns import Turns
 from torch_bridge.module.adapters import Adapter, computes_otherwise
 
 
@@ -247,7 +248,7 @@ def test_several_adapters_over_one_base(adapted, tmp_path):
 @pytest.mark.parametrize("setting", ["the same", "another"])
 def test_a_kill_leaves_no_factors_under_other_settings(tmp_path, monkeypatch, setting):
     def save(setting, factors):
-        with staged_directory(tmp_path, merge=True) as temporary:
+        with staged_directory(tmp_path, merge=True, turns=Turns()) as temporary:
             (temporary / "adapter_config.json").write_text(setting)
             (temporary / "adapter_model.safetensors").write_text(factors)
 

@@ -85,7 +85,7 @@ class LowRank(torch.nn.Module):
 
 
 def put_in(
-    module: torch.nn.Module, targets: str | Sequence[str], settings: Settings, idle: bool = False
+    module: torch.nn.Module, targets: str | Sequence[str], settings: Settings, idle: bool
 ) -> tuple[str, ...]:
     """Puts adapters beside layers of a module, in place, and freezes all that was there.
 

@@ -85,7 +85,9 @@ def load(spec: str, seed: int, dtype: str = "fp32") -> LoadedModel:
     torch.manual_seed(seed)
     if spec.startswith(HF_PREFIX):
         return _load_hf(path_of(spec.removeprefix(HF_PREFIX)), dtype)
-    return _load_factory(*split_factory(spec))
+    path, name = split_factory(spec)
+    module, spec = make_module(path, name), f"{path}:{name}"
+    return LoadedModel(module, spec, _logits_width(module, spec), None)
 
 
 def split_factory(spec: str) -> tuple[Path, str]:
@@ -339,11 +341,6 @@ def _refuse_quantised(config_file: Path, values: Any) -> None:
             " which is not read: expected the model that they were made of, in 16 or 32 bits"
             f"{remedy}"
         )
-
-
-def _load_factory(path: Path, name: str) -> LoadedModel:
-    module, spec = make_module(path, name), f"{path}:{name}"
-    return LoadedModel(module, spec, _logits_width(module, spec), None)
 
 
 def make_module(path: Path, name: str) -> torch.nn.Module:

@@ -176,7 +176,8 @@ def _run(settings: PreflightSettings) -> None:
     found = fz.preflight(model, tx, plan, batch, topology, rates=settings.read_rates())
     measured = None
     if settings.measure:
-        devices = _devices(topology)[: _num_devices(plan, topology)]
+        sizes = plan.sizes(topology.num_devices)
+        devices = _devices(topology)[: plan.pipe * sizes["data"] * sizes["replica"]]
         measured = measure(model, tx, plan, batch, devices=devices)
     if settings.html is not None:
         # The text first: a failure leaves an older page as it was.
@@ -254,11 +255,6 @@ def _sweep(
         progress=told,
     )
     print(json.dumps(found.to_json()) if settings.as_json else found)
-
-
-def _num_devices(plan: fz.Plan, topology: Topology) -> int:
-    sizes = plan.sizes(topology.num_devices)
-    return plan.pipe * sizes["data"] * sizes["replica"]
 
 
 def _devices(topology: Topology) -> list[Any]:

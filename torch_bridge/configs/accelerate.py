@@ -85,7 +85,7 @@ def from_accelerate(
         others = math.prod(_beside_data(fields).values())
         ranks = None if devices < 1 else max(devices // others, 1)
         inner = _deepspeed(keys, config, ranks, auto)
-        fields = {**_given(inner.plan), **fields}
+        fields = {**given_fields(inner.plan), **fields}
         keys.notes.extend(inner.notes)
     else:
         fields.setdefault("zero", 0)
@@ -120,13 +120,11 @@ def _beside_data(fields: Mapping[str, Any]) -> dict[str, int]:
     return {axis: fields[axis] for axis in ("replica", "tensor", "context") if axis in fields}
 
 
-def _given(plan: fz.Plan) -> dict[str, Any]:
-    """The fields of a plan that are not the defaults."""
+def given_fields(plan: fz.Plan) -> dict[str, Any]:
+    """`zero`, and what else of a plan is not the default."""
     default = fz.Plan()
-    names = plan.__dataclass_fields__
-    return {n: getattr(plan, n) for n in names if getattr(plan, n) != getattr(default, n)} | {
-        "zero": plan.zero
-    }
+    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    return {n: v for n, v in values.items() if n == "zero" or v != getattr(default, n)}
 
 
 def _precision(keys: Keys, fields: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import optax
 import fzero as fz
 from fzero.errors import ConversionError
 from fzero.tree import path_name
-from torch_bridge.configs.accelerate import from_accelerate
+from torch_bridge.configs.accelerate import from_accelerate, given_fields
 from torch_bridge.configs.deepspeed import from_deepspeed
 from torch_bridge.configs.keys import Keys, read
 from torch_bridge.configs.outcome import Imported, Note, Schedule
@@ -71,11 +71,8 @@ def from_training_arguments(
     notes: list[Note] = []
     Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
     base = _layout(values, devices, steps)
-    fields: dict[str, Any] = {} if base is None else {
-        name: getattr(base.plan, name) for name in base.plan.__dataclass_fields__
-    }  # fmt: skip
+    fields: dict[str, Any] = {"zero": 0} if base is None else given_fields(base.plan)
     if base is None:
-        fields["zero"] = 0
         notes.append(Note("deepspeed, fsdp", None, "zero=0", "data parallel, as the Trainer's own"))
     else:
         notes.extend(base.notes)

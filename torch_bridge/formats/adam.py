@@ -45,7 +45,7 @@ def step_of(value: Any, file: str) -> int:
 
 def at_one_step(
     steps: Sequence[int], file: str, moments: Mapping[str, Mapping[str, LazyTensor]],
-    groups: tuple[Mapping[str, Any], ...] = (), named: bool = True,
+    groups: tuple[Mapping[str, Any], ...], named: bool = True,
 ) -> Optimizer | str:  # fmt: skip
     """The state of an optimizer whose parameters are all at one step; in words, if they are not.
 

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_bridge.formats.adam import groups_of
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.torch_files import save_to
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 from torch_bridge.module.lazy_tensor import LazyTensor
 
 
-def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE, flat: bool = False) -> None:
+def write_dcp(folder: Path, content: Checkpoint, turns: Turns, flat: bool) -> None:
     """Writes `{"model": ..., "optim": ...}`, as `get_state_dict` gives them, for `dcp.load`.
 
     Tensors are read one after the other; a tied one is stored once. Each writer is a rank of the

@@ -28,7 +28,7 @@ from torch_bridge.formats.deepspeed_files import (
     shape_of,
 )
 from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 from torch_bridge.module.lazy_tensor import LazyTensor, from_flat, in_memory
 
 
@@ -62,7 +62,9 @@ def read_universal(folder: Path) -> Checkpoint:
     for name, kept in ties.items():
         if kept in tensors and name not in moments:
             tensors.pop(name, None)
-    common, first = _common(folder), states[0] if states else {}
+    path = folder / "zero" / "optimizer_state.pt"
+    common = load_file(path) if path.is_file() else {}
+    first = states[0] if states else {}
     optimizer: Optimizer | str | None = unread
     if moments and (partly := sorted(set(shapes) - set(moments))):
         optimizer = f"{folder.name}: {partly[:5]} learn, but have no moments; other ones have"
@@ -140,11 +142,6 @@ def _tensor(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
     return from_flat(path.name, shape, [value.detach().reshape(-1)], where)
 
 
-def _common(folder: Path) -> dict[str, Any]:
-    path = folder / "zero" / "optimizer_state.pt"
-    return load_file(path) if path.is_file() else {}
-
-
 def _steps(common: Mapping[str, Any], folder: Path) -> list[int]:
     inner = common.get("optimizer_state_dict")
     state = inner.get("state") if isinstance(inner, Mapping) else None
@@ -167,7 +164,7 @@ def _groups(common: Mapping[str, Any], states: list[dict[str, Any]]) -> tuple[An
     )
 
 
-def write_universal(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> None:
+def write_universal(folder: Path, content: Checkpoint, turns: Turns) -> None:
     """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 to 3.
 
     Stage 3 has a model file of its own, and reads no checkpoint without moments.

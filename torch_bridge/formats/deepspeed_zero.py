@@ -74,7 +74,9 @@ class ZeroFiles:
             if unread is None and any(base):
                 for key in MOMENTS:
                     flats[key].append(_flat([entry[key] for entry in base], name))
-                steps += [step_of(s, name) for s in _base_steps(state, base)]
+                # Elastic files have one step for all groups, some optimizers one for each.
+                found = [entry["step"] for entry in base if "step" in entry]
+                steps += [step_of(step, name) for step in found or _common_steps(state)]
         if any(len(values) not in (0, len(states)) for values in flats.values()):
             raise CheckpointError(f"{name}: some ranks have moments and some have none")
         paddings = [] if stage3 else _paddings(first, shapes, name)
@@ -146,11 +148,6 @@ def _base(state: Mapping[str, Any], stage3: bool, file: str) -> list[Mapping[str
     if not isinstance(base, list) or not all(isinstance(entry, Mapping) for entry in base):
         raise CheckpointError(f"{file}: has no state of the optimizer inside")
     return base
-
-
-def _base_steps(state: Mapping[str, Any], base: list[Mapping[str, Any]]) -> list[Any]:
-    """The step of each group; elastic files have one for all, some optimizers one by group."""
-    return [entry["step"] for entry in base if "step" in entry] or _common_steps(state)
 
 
 def _common_steps(state: Mapping[str, Any]) -> list[Any]:

@@ -130,21 +130,20 @@ def concatenated(name: str, tensors: Sequence[LazyTensor], dim: int) -> LazyTens
     sizes = [one.shape[axis] for one in tensors]
 
     def fetch(index: Index) -> torch.Tensor:
+        def of(low: int, high: int) -> Index:
+            return (*index[:axis], slice(low, high), *index[axis + 1 :])
+
         begin, slices = 0, []
         for one, size in zip(tensors, sizes, strict=True):
             low = min(max(index[axis].start - begin, 0), size)
             high = min(max(index[axis].stop - begin, 0), size)
             begin += size
             if low < high or size == 0:
-                slices.append(one.tensor((*index[:axis], slice(low, high), *index[axis + 1 :])))
-        return torch.cat(slices, axis) if slices else tensors[0].tensor(_nothing(index, axis))
+                slices.append(one.tensor(of(low, high)))
+        return torch.cat(slices, axis) if slices else tensors[0].tensor(of(0, 0))
 
     whole = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
     return LazyTensor(name, tensors[0].torch_dtype, whole, fetch, tensors[0].file)
-
-
-def _nothing(index: Index, axis: int) -> Index:
-    return (*index[:axis], slice(0, 0), *index[axis + 1 :])
 
 
 def _require_alike(

@@ -12,7 +12,7 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.safetensors_files import read_file, write_file
 from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.torch_files import read_state_dict
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 from torch_bridge.module.adapters import Adapter, computes_otherwise, pick
 from torch_bridge.module.lazy_tensor import LazyTensor
 
@@ -78,7 +78,7 @@ def write_adapter(
     folder: str | os.PathLike[str],
     adapter: Adapter,
     tensors: Mapping[str, LazyTensor],
-    turns: Turns = ALONE,
+    turns: Turns,
 ) -> None:
     """Writes an adapter as PEFT does; what was there is replaced at the end, or not at all.
 

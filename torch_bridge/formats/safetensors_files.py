@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy_array import Index
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 from torch_bridge.module.lazy_tensor import LazyTensor
 
 
@@ -254,7 +254,7 @@ def write_directory(
     tensors: Mapping[str, LazyTensor],
     ties: Mapping[str, str],
     max_shard_size: int,
-    turns: Turns = ALONE,
+    turns: Turns,
 ) -> None:
     """Writes `model.safetensors`, or numbered shards and `model.safetensors.index.json`.
 

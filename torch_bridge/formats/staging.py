@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fzero.errors import CheckpointError
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 
 
 # Weights of an earlier save, which a loader would take for a part of the new one.
@@ -54,7 +54,7 @@ def staged_file(target: Path) -> Iterator[Path]:
 def staged_directory(
     target: Path,
     merge: bool,
-    turns: Turns = ALONE,
+    turns: Turns,
     check: Callable[[Path], None] = lambda _: None,
 ) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when written completely.

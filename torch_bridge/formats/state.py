@@ -25,8 +25,8 @@ def state_content(
     converted: Converted | ConvertedSequential,
     state_or_params: Any,
     optimizer: bool | None,
-    plan: Plan | None = None,
-    masters: bool = False,
+    plan: Plan | None,
+    masters: bool,
 ) -> Checkpoint:
     """What a checkpoint of a state holds.
 

@@ -47,6 +47,3 @@ class Turns:
     def folder(self, make: Callable[[], Path]) -> Path:
         """A new folder for all that write; what makes one is called once."""
         return make()
-
-
-ALONE = Turns()

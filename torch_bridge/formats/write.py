@@ -18,7 +18,7 @@ from torch_bridge.formats.read import LIGHTNING, PICKLED, SUFFIXES
 from torch_bridge.formats.safetensors_files import write_directory, write_file
 from torch_bridge.formats.staging import staged_directory, staged_file
 from torch_bridge.formats.torch_files import write_plain
-from torch_bridge.formats.turns import ALONE, Turns
+from torch_bridge.formats.turns import Turns
 
 
 FORMATS = ("safetensors", "pt", "lightning", "dcp", "dcp-flat", "universal")
@@ -51,7 +51,7 @@ def write(
         ...     tb.checkpoint(folder + "/model.safetensors").format
         'safetensors'
     """
-    write_in_turns(content, path, to, max_shard_size, ALONE)
+    write_in_turns(content, path, to, max_shard_size, Turns())
 
 
 def write_in_turns(
@@ -80,7 +80,7 @@ def write_in_turns(
     elif to in ("dcp", "dcp-flat"):
         with staged_directory(target, False, turns) as folder:
             write_dcp(folder, content, turns, flat=to == "dcp-flat")
-    elif to == "safetensors" and target.suffix.lower() != ".safetensors":
+    elif to == "safetensors" and suffix != ".safetensors":
         with staged_directory(target, True, turns, _require_read) as folder:
             write_directory(folder, content.tensors, content.ties, size, turns)
     else:

@@ -25,6 +25,7 @@ from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.staging import staged_directory
+from torch_bridge.formats.turns import Turns
 from torch_bridge.formats.write import write
 from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 
@@ -589,7 +590,7 @@ def test_shards_are_on_disk_before_the_index_that_names_them(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", moved)
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    with staged_directory(target, merge=True) as folder:
+    with staged_directory(target, merge=True, turns=Turns()) as folder:
         for name in (*names, "model.safetensors.index.json"):
             (folder / name).write_text("{}")
     last = events.index(("to", "model.safetensors.index.json"))

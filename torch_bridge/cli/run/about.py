@@ -106,16 +106,13 @@ class Observed:
             outputs.write_json(path, about | {"collectives": list(rows.values())})
 
     def _recorded(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        copies, kept = Copies(), None
+        copies = Copies()
+        pipelined = self._step.plan.pipe > 1
         stream = self._step.stream
         if stream is not None:
             stream.observer = copies
         try:
-            with (
-                recorded(self._step)
-                if self._step.plan.pipe > 1
-                else contextlib.nullcontext() as kept
-            ):
+            with recorded(self._step) if pipelined else contextlib.nullcontext() as kept:
                 taken: tuple[Any, dict[str, Any]] = self._step(state, batch)
                 jax.block_until_ready(taken[1])
         finally:

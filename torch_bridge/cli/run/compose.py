@@ -310,19 +310,15 @@ def _verify(
 def _write_summary(
     out: Path, job: _Job, history: History, num_devices: int, summary: dict[str, Any]
 ) -> None:
-    with outputs.staged(out) as scratch:
-        _plot(scratch / outputs.PLOT, job, history, num_devices)
-    outputs.write_json(out / outputs.SUMMARY, summary)
-
-
-def _plot(path: Path, job: _Job, history: History, num_devices: int) -> None:
+    """The picture of the loss, and the summary."""
     name = Path(job.loaded.spec.removeprefix(HF_PREFIX)).stem
     title = (
         f"{name}, {job.loaded.num_parameters / 1e6:.1f}M parameters, "
         f"ZeRO-{job.plan.zero} on {num_devices} devices"
     )
-    entropy = job.corpus.unigram_entropy if job.corpus.byte_level else None
-    plot.save_loss(path, history, title, entropy)
+    with outputs.staged(out) as scratch:
+        plot.save_loss(scratch / outputs.PLOT, history, title, summary["byte_entropy"])
+    outputs.write_json(out / outputs.SUMMARY, summary)
 
 
 def _conclude(
