@@ -38,9 +38,9 @@ def with_scalars_placed(state: TrainState, blue: Blueprint, operation: str) -> T
 
     def placed(name: str, tree: PyTree) -> PyTree:
         named, structure = jax.tree_util.tree_flatten_with_path({name: tree})
-        wanted, expected = jax.tree.flatten({name: shapes[name]})
-        if structure != expected:  # checks will say so
-            wanted = [None] * len(named)
+        expected: Any = jax.tree.structure({name: shapes[name]})
+        fits = structure == expected  # else checks will say so
+        wanted = jax.tree.leaves(shapes[name]) if fits else [None] * len(named)
         leaves = [
             _placed(leaf, to, operation, path_name(path)) if _is_given(leaf) else leaf
             for (path, leaf), to in zip(named, wanted, strict=True)
