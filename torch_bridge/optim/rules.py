@@ -217,8 +217,9 @@ def _cycled(
     if not isinstance(value, Rates):
         return make(**{name: float(value)}, **rest)
     if value.start:
+        own = {"b1": "betas[0]", "decay": "momentum"}[name]
         raise ConversionError(
-            f"the scheduler changes {name} as well as the learning rate, and has made"
+            f"the scheduler changes {own} as well as the learning rate, and has made"
             f" {value.start} step(s) already; pass it as it was before its first step"
         )
     injected = optax.inject_hyperparams(make, static_args=tuple(rest))
