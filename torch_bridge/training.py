@@ -46,19 +46,34 @@ def batch(tree: Any) -> Any:
         tree: tensors (copied) and arrays in lists, tuples and mappings (what transformers returns
             becomes a dict).
 
+    Raises:
+        ConversionError: a tensor that no array can hold (numbers beyond 32 bits, sparse, nested,
+            packed); it is named.
+
     Example:
         >>> x, y = batch([torch.ones(2, 3), torch.arange(2)])
         >>> x.shape, y.dtype.name
         ((2, 3), 'int32')
     """
+    return _arrays(tree, "batch")
+
+
+def _arrays(tree: Any, path: str) -> Any:
     if isinstance(tree, torch.Tensor):
-        return to_host(tree)
+        try:
+            return to_host(tree)
+        except (OverflowError, TypeError, NotImplementedError, ConversionError) as error:
+            raise ConversionError(f"{path}: {error}") from error
+    if isinstance(tree, torch.nn.utils.rnn.PackedSequence):
+        raise ConversionError(
+            f"{path} is a PackedSequence, in which rows are joined: give padded rows and their"
+            " lengths, and pack them in the forward (pack_padded_sequence)"
+        )
     if isinstance(tree, Mapping):
-        return {key: batch(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(batch, tree))
+        return {key: _arrays(value, f"{path}[{key!r}]") for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(map(batch, tree))
+        made = [_arrays(value, f"{path}[{number}]") for number, value in enumerate(tree)]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     return tree
 
 

@@ -172,3 +172,17 @@ def test_state_of_another_optimizer_in_such_a_file_is_not_lost_without_a_word(
     torch.save({**entries, "second": momentum.state_dict()}, tmp_path / "run.pt")
     with pytest.raises(fz.CheckpointError, match=r"one optimizer, got \['optimizer', 'second'\]"):
         tb.restore(*asked, key="model")
+
+
+def test_a_batch_that_arrays_cannot_hold_is_named() -> None:
+    rows = [torch.ones(3), torch.ones(2)]
+    jagged = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    for told, given in {
+        r"batch\['x'\]\[0\]: integers .* int32": {"x": [torch.tensor([1 << 40])]},
+        r"batch\[1\]: expected a dense tensor, got layout": (rows[0], torch.eye(2).to_sparse()),
+        r"batch: .* a nested one; use .to_padded": jagged,
+        r"batch: Cannot copy out of meta tensor": torch.ones(2, device="meta"),
+        r"batch\['x'\] is a PackedSequence.*lengths": {"x": nn.utils.rnn.pack_sequence(rows)},
+    }.items():
+        with pytest.raises(fz.ConversionError, match=told):
+            tb.batch(given)

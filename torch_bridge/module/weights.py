@@ -32,6 +32,8 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         >>> to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype.name
         'bfloat16'
     """
+    if tensor.is_nested:
+        raise TypeError("expected a dense tensor, got a nested one; use .to_padded_tensor(0)")
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
     dtype = numpy_dtype(tensor.dtype)
