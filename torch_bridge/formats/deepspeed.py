@@ -202,7 +202,7 @@ def _require_whole(files: Files, models: Models) -> None:
 
 def _require_layers(
     files: Files,
-    models: Mapping[Any, Mapping[str, Any]],
+    models: Models,
     tensors: Mapping[str, LazyTensor],
     fp32: Mapping[str, LazyTensor],
     optimizer: Optimizer | str | None,
