@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import numpy as np
 import optax
@@ -285,11 +287,6 @@ REFUSED = {
         r"configure_gradient_clipping: clip with Plan\(clip_norm",
     ),
     "callbacks": ({"configure_callbacks": lambda self: []}, {}, r"configure_callbacks: .*plan"),
-    "not set up": (
-        {"setup": lambda self, stage: self.requires_grad_(False)}, {},
-        r"setup: call it before, and then name it in ignore_hooks=",
-    ),
-    "no model": ({"configure_model": lambda self: None}, {}, "configure_model: call it before"),
     "unknown hook": ({}, {"ignore_hooks": ["on_tea"]}, r"\['on_tea'\] are no hooks"),
     "trainer": (uses("self.trainer.max_epochs"), {}, r"uses self\.trainer"),
     "toggle": (uses("self.toggle_optimizer(None)"), {}, r"uses self\.toggle_optimizer"),
@@ -350,6 +347,15 @@ def test_what_a_pure_step_would_leave_out_is_refused_by_name(line, name):
     with pytest.raises(ConversionError, match=message):
         tb.from_lightning(module, torch.ones(4, 2), **options)
     assert type(module) is kind
+
+
+def test_what_makes_a_module_ready_has_to_be_called_before(line):
+    kind = type("Line", (line,), {"setup": lambda self, stage: self.requires_grad_(False)})
+    with pytest.warns(UserWarning, match=r"Line\.setup is taken as called: .*Call it before"):
+        convert(kind, tx=optax.sgd(0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(kind, tx=optax.sgd(0.1), ignore_hooks=("setup",))
 
 
 def test_a_module_without_steps_is_refused():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, warn
 
 
 # Packages whose LightningModule is the one that modules inherit from.
@@ -19,8 +19,6 @@ _OWN = "what it does to gradients or weights belongs into the optax transformati
 _BEFORE = "call it before, and then name it in ignore_hooks="
 # Hooks that Lightning calls while it fits, and where that belongs in a pure step.
 _HOOKS = {
-    "setup": _BEFORE,
-    "configure_model": _BEFORE,
     "backward": _OWN,
     "optimizer_step": _OWN,
     "optimizer_zero_grad": _OWN,
@@ -41,6 +39,8 @@ _HOOKS = {
     "on_train_batch_start": "call what it does between steps",
     "on_train_batch_end": "call what it does between steps",
 }
+# What Lightning calls before it fits: whether that was done nobody can see.
+_MAKE_READY = ("setup", "configure_model")
 
 
 def own_method(kind: type, name: str) -> Any:
@@ -67,11 +67,15 @@ def check_hooks(module: torch.nn.Module, ignored: Sequence[str]) -> None:
 
     Raises:
         ConversionError: names everything that would be left out, and where it belongs.
+
+    Warns:
+        What makes a module ready before it is fitted has to be called before.
     """
     kind = type(module)
-    unknown = sorted(set(ignored) - set(_HOOKS))
+    known = [*_HOOKS, *_MAKE_READY]
+    unknown = sorted(set(ignored) - set(known))
     if unknown:
-        raise ConversionError(f"ignore_hooks: {unknown} are no hooks of training: {list(_HOOKS)}")
+        raise ConversionError(f"ignore_hooks: {unknown} are no hooks of training: {known}")
     if own_method(kind, "training_step") is None:
         raise ConversionError(
             f"{kind.__name__} has no training_step(batch, batch_idx); tb.convert(module, *example)"
@@ -82,6 +86,11 @@ def check_hooks(module: torch.nn.Module, ignored: Sequence[str]) -> None:
             f"{kind.__name__}: automatic_optimization is False: its training_step optimizes by"
             " hand, which is no function of parameters and batch. Return the loss of one"
             " optimizer's step, and build a step for each optimizer"
+        )
+    for name in (n for n in _MAKE_READY if own_method(kind, n) and n not in ignored):
+        warn(
+            f"{kind.__name__}.{name} is taken as called: no conversion calls it. Call it before,"
+            f" and say ignore_hooks=({name!r},)"
         )
     found = [name for name in _HOOKS if own_method(kind, name) and name not in ignored]
     if found:

@@ -57,8 +57,8 @@ def from_lightning(
     Lightning; so is what `self.log` and `self.log_dict` are given.
 
     Args:
-        module: the module, after `setup` and `configure_model` if it has them (which are then
-            named in `ignore_hooks`).
+        module: the module, after `setup` and `configure_model` if it has them (a warning asks for
+            them unless they are named in `ignore_hooks`).
         example_batch: what its data loader gives: tensors or arrays in dicts, lists or tuples, with
             at least 2 rows. Batches of training and validation have the same structure. (Steps take
             arrays: `jax.tree.map(np.asarray, batch)`.)
