@@ -29,14 +29,6 @@ EDITS = {
         lambda state: {"opt_state": jax.device_get(state.opt_state)},
         r"opt_state/0/mu/w: expected a jax.Array float32\[16, 13\], got numpy.ndarray",
     ),
-    "a number of steps": (
-        lambda state: {"step": 7},
-        r"step: expected a jax.Array int32\[\], got builtins.int",
-    ),
-    "a seed": (
-        lambda state: {"rng": 5},
-        r"rng: expected a jax.Array key<fry>\[\], got builtins.int",
-    ),
     "gradients": (
         lambda state: {"grads": state.params},
         r"grads: expected None or what accumulate_step left there, got dict",
@@ -75,7 +67,7 @@ OFF_THE_MESH = {
 @pytest.mark.parametrize("name", OFF_THE_MESH)
 def test_what_no_restore_would_take_is_not_saved(name, given, tmp_path):
     """Padded, and on one device: a checkpoint that says so is refused when it is needed."""
-    with pytest.raises(fz.StateError, match=r"save: (.|\n)*(params/gain|step): expected a jax\.A"):
+    with pytest.raises(fz.StateError, match=r"save: (.|\n)*(params/gain: expected|step is a int)"):
         fz.save(tmp_path, OFF_THE_MESH[name](given[0]), PLAN)
     assert not any(tmp_path.iterdir())
 

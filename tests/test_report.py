@@ -295,7 +295,7 @@ def test_placement_finds_the_fullest_device_and_other_memory():
         "params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=one)},
         "opt_state": {"m": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=other)},
     }
-    empty = dict.fromkeys(("compute", "ema", "buffers", "grads"))
+    empty = dict.fromkeys(("step", "rng", "compute", "ema", "buffers", "grads"))
     where = fz.placement(SimpleNamespace(**leaves, **empty))
     assert where.bytes_per_device["total"] == where.bytes_all_devices["total"] == 16
     assert where.host_bytes_per_device["total"] == where.host_bytes["opt_state"] == 24
