@@ -1,5 +1,7 @@
 """Bytes kept between steps, per device, against the ZeRO paper's formulas (section 3.1, 5)."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 
 import fzero as fz
 from fzero.tree import device_bytes
+from tests.support import tiny
 from tests.support.gpt import GPT2, Size, gpt, num_params
 
 
@@ -67,3 +70,14 @@ def test_a_leaf_that_no_dim_divides_still_costs_one_part():
     assert kept_bytes(state) == pytest.approx(whole / N, rel=0.001)
     text = str(fz.describe(fz.Plan(zero=3, data=N), model))
     assert "padded by 7 to 50264" in text
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_that_is_not_taken_keeps_shards_before_they_are_gathered(precision):
+    """Of whole leaves the old ones would stay beside the new ones: a copy of all parameters."""
+    model, tx = tiny.regression(), optax.adam(1e-2)
+    plan = tiny.plan(zero=1, data=8, precision=precision)
+    step = fz.train_step(model, tx, plan).lower(fz.abstract_state(model, tx, plan), tiny.points())
+    chosen = set(re.findall(r"(\[[\d,]+\])\S* select\(", step.compile().as_text()))
+    assert "[2,13]" in chosen
+    assert "[16,13]" not in chosen
