@@ -135,7 +135,7 @@ class PlacedUpdate:
         return self.stream(*second)
 
     def _made(self, name: str, make: Callable[..., Any], args: tuple[Values, ...]) -> Any:
-        """A function of leaves by their shapes, made when it is first called."""
+        """A function of leaves by their tree and dtypes, made when it is first called."""
         # Sums of several calls are float32, those of one the backward pass's. All else is settled
         # by the plan and the model.
         key = name, str(jax.tree.structure(args)), tuple(x.dtype for x in jax.tree.leaves(args))

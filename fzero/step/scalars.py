@@ -65,8 +65,9 @@ def _placed(leaf: Any, to: Any, operation: str, path: str) -> jax.Array:
     if to is None or to.shape != ():
         return jnp.asarray(leaf)
     number = np.asarray(leaf)
-    cast = number.astype(to.dtype)
-    exact = not np.issubdtype(to.dtype, np.integer) or cast == number
-    if not (np.can_cast(number.dtype, to.dtype, "same_kind") and exact):
+    fits = np.can_cast(number.dtype, to.dtype, "same_kind")
+    if fits and np.issubdtype(to.dtype, np.integer):
+        fits = number.astype(to.dtype) == number
+    if not fits:
         raise StateError(f"{operation}: {path} is {leaf!r}; expected a number of dtype {to.dtype}")
-    return jax.device_put(cast, to.sharding)
+    return jax.device_put(number.astype(to.dtype), to.sharding)

@@ -127,15 +127,15 @@ class Update:
         plan, blue = self.plan, self.blueprint
         if blue.updates_shards and not plan.shards("opt_state"):
             return self._as_stage_1(fields, step, gradients, metrics, norm)
-        count, known = gradients.mean.count, norm
+        count = gradients.mean.count
         counts = count != 0
-        norm = jnp.where(counts, norm, 0)
-        finite = jnp.isfinite(norm)
+        shown = jnp.where(counts, norm, 0)
+        finite = jnp.isfinite(shown)
         # A batch in which nothing counts, all padding, takes no step.
         taken = counts & finite if plan.skips else counts
         new = {**gradients.changed, "step": step + 1, "grads": None}
-        new |= self._updated(fields, gradients.sums, count, known, metrics["loss"], taken)
-        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
+        new |= self._updated(fields, gradients.sums, count, norm, metrics["loss"], taken)
+        metrics = {**metrics, "grad_norm": shown, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
         kept = (*OWNED, "buffers")
         for name, value in {**{name: fields[name] for name in kept}, "step": step}.items():
@@ -244,8 +244,8 @@ class Update:
         loss: jax.Array,
         taken: jax.Array,
     ) -> Values:
-        """New optimizer state and averages; parameters and compute copy, the old ones unless
-        `taken`."""
+        """New parameters and compute copy, which are the old ones unless the step is `taken`, and
+        new optimizer state and averages."""
         plan, blue = self.plan, self.blueprint
         opt_state, ema = fields["opt_state"], fields["ema"]
         old = trained(blue.params, fields["params"])

@@ -112,7 +112,7 @@ def test_a_state_may_be_given_another_key_and_step(key):
     fz.eval_step(model, cut)(state.replace(rng=key), batch(0))
 
 
-@pytest.mark.parametrize("number", [2**40, np.int64(2**40), 1.5])
+@pytest.mark.parametrize("number", [2**40, 2**70, np.int64(2**40), 1.5])
 def test_a_step_that_is_no_int32_is_refused(number):
     tx, cut = optax.sgd(0.1), plan(zero=1, data=2)
     state = fz.init(stacked(), tx, cut).replace(step=number)
