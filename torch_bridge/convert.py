@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fzero.errors import ConversionError
 from fzero.tree import leaf_bytes
-from torch_bridge.converted import Converted, refuse_fixed
+from torch_bridge.converted import Converted
 from torch_bridge.dtypes import is_float
 from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
@@ -201,5 +202,16 @@ class _Making:
             read_adapters(module, layout),
         )
         if self.batch_dim is not None:
-            refuse_fixed(converted, self.batch_dim)
+            _refuse_fixed(converted, self.batch_dim)
         return converted
+
+
+def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
+    fixed = [name for name in converted.fixed_dims() if name.endswith(f"dim {batch_dim}")]
+    if fixed:
+        raise ConversionError(
+            f"batch_dim={batch_dim}: the module ties {', '.join(fixed)} to the size in the example "
+            "(a size of 1 always is). Compute with x.shape instead of a number (len(x) is one), "
+            "give an example with a batch of at least 2, or leave out batch_dim and convert once "
+            "for each size."
+        )

@@ -318,6 +318,7 @@ class Converted(Printed):
         inputs: Callable[[Any], Any] | None = None,
         outputs: Callable[[Any], Any] | None = None,
         chain: bool | None = None,
+        buffer_reduce: Mapping[str, str] | None = None,
     ) -> Model:
         """The module with a loss, as fzero trains and evaluates it.
 
@@ -347,12 +348,15 @@ class Converted(Printed):
             chain: whether to make a chain; the default is to do so where blocks were rolled.
                 `False` gives one function, for losses that call `forward` several times; its
                 params are those of `self.params`, and the rolled blocks a loop in it.
+            buffer_reduce: how devices' values of a buffer become one, by its name among
+                `self.buffers`, as `fz.Model` has it.
 
         Returns:
             A `Model` whose initial values are this module's.
 
         Raises:
-            ConversionError: `chain=True` for a module in which nothing was rolled.
+            ConversionError: `chain=True` for a module in which nothing was rolled, or a
+                `buffer_reduce` of no buffer.
 
         Example:
             >>> import jax, torch
@@ -370,7 +374,7 @@ class Converted(Printed):
                 raise ConversionError(f'model: loss={loss!r}: expected a function or "module"')
             loss, inputs = module_loss, inputs or called_with_batch
             outputs = outputs or all_but_the_loss
-        predicting = _predicting(loss, inputs, outputs or _all)
+        predicting, same = _predicting(loss, inputs, outputs or _all), self._reduced(buffer_reduce)
         if inputs is not None:
             loss = of_output(loss, inputs)
         if chain or (chain is None and self._rolled):
@@ -379,7 +383,7 @@ class Converted(Printed):
                     f"nothing to make a chain of: {self.blocks}; for a torch.nn.Sequential see"
                     " tb.sequential"
                 )
-            return self._chain().model(loss, predicting)
+            return self._chain(same).model(loss, predicting)
 
         def step_loss(
             params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool, _ctx: Any = None
@@ -397,7 +401,7 @@ class Converted(Printed):
             return value, forward.buffers, metrics
 
         initial = self.trained(self._params), dict(self._buffers)
-        same, predict = self._same_anywhere(), partial(self._predict, predicting)
+        predict = partial(self._predict, predicting)
         return Model(initial, step_loss, self.frozen, same, predict, self._whole_shard())
 
     def unread(self, loss: Callable[..., Any], batch: Any) -> frozenset[str]:
@@ -443,20 +447,26 @@ class Converted(Printed):
             np.dtype(ctx.dtype), self._graphs.float32(ctx, {name: name for name in params})
         )
 
-    def _same_anywhere(self) -> dict[str, str]:
-        """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""
+    def _reduced(self, said: Mapping[str, str] | None = None) -> dict[str, str]:
+        """`fz.Model`'s `buffer_reduce`: what is said, and integers that no forward writes, or that
+        count steps, are the same."""
+        if unknown := sorted(set(said or ()).difference(self._buffers)):
+            raise ConversionError(
+                f"buffer_reduce names {unknown[0]!r}, which is no buffer; there are"
+                f" {sorted(self._buffers)}"
+            )
         written = self.written.union(*(rolled.written for rolled in self._rolled.values()))
         counts = {leaf.name for leaf in self.layout.leaves if leaf.counts_batches}
         return {
             name: "same"
             for name, value in self._buffers.items()
             if not is_float(value) and (name not in written or name in counts)
-        }
+        } | dict(said or {})
 
-    def _chain(self) -> Chain:
-        params, same = self.trained(self._params), self._same_anywhere()
+    def _chain(self, same: Mapping[str, str] | None = None) -> Chain:
+        params = self.trained(self._params)
         graphs, shard = self._graphs, self.parallel.shard
-        return Chain(graphs, params, self._buffers, self.names, self.frozen, same, shard)
+        return Chain(graphs, params, self._buffers, self.names, self.frozen, same or {}, shard)
 
 
 def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -486,14 +496,3 @@ def _predicting(
 
 def _all(output: Any) -> Any:
     return output
-
-
-def refuse_fixed(converted: Converted, batch_dim: int) -> None:
-    fixed = [name for name in converted.fixed_dims() if name.endswith(f"dim {batch_dim}")]
-    if fixed:
-        raise ConversionError(
-            f"batch_dim={batch_dim}: the module ties {', '.join(fixed)} to the size in the example "
-            "(a size of 1 always is). Compute with x.shape instead of a number (len(x) is one), "
-            "give an example with a batch of at least 2, or leave out batch_dim and convert once "
-            "for each size."
-        )

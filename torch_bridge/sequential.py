@@ -327,7 +327,7 @@ def _layer(
         return (out, new) if stateful else out
 
     # The initial values of all layers are given to the Sequential at once.
-    same = converted._same_anywhere()
+    same = converted._reduced()
     shard: Shard = {own: d for own, d in converted.parallel.shard.items() if own not in reads}
     return Layer(name, None, apply, reads, stateful, same, shard)
 

@@ -90,6 +90,7 @@ def fit(
     on_step: Callable[[int, dict[str, Any]], None] | None = None,
     trained_module: bool = False,
     roll: bool | int = True,
+    buffer_reduce: Mapping[str, str] | None = None,
 ) -> Any:
     """Train a PyTorch module in JAX, on all devices.
 
@@ -118,6 +119,8 @@ def fit(
             not reach the compiled step; a warning says so at the end.
         trained_module: also load the trained values into the module.
         roll: as in `tb.convert`; `False` where layers of a stack have learning rates of their own.
+        buffer_reduce: how devices' values of a buffer become one, by its name: `"sum"` for a count
+            of examples, for one.
 
     Returns:
         The final state; with `trained_module` the pair of it and the module.
@@ -141,7 +144,7 @@ def fit(
     first = _first(batches)
     traced = module if loss == "module" else _with_loss(module, loss)
     converted = _converted(traced, first, roll)
-    model = converted.model("module")
+    model = converted.model("module", buffer_reduce=buffer_reduce)
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         own_loss = of_output(module_loss, called_with_batch)

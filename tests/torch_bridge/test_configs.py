@@ -337,6 +337,15 @@ def test_strategies_may_be_numbers_as_older_versions_write_them(number, name):
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_part_that_is_left_out_is_noted_as_if_it_were_there(kind):
+    given = {"distributed_type": kind, "num_processes": 2}
+    empty = {"fsdp_config": {}} if kind == "FSDP" else {"deepspeed_config": {}}
+    noted = [tb.from_accelerate(config).notes for config in (given, given | empty)]
+    assert noted[0] == noted[1]
+    assert any(note.became.startswith("zero=") for note in noted[0])
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -349,6 +358,7 @@ def test_strategies_may_be_numbers_as_older_versions_write_them(number, name):
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor is 0.1: .*CrossEntropy"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
         ({"parallelism_config": {"tp_size": 2}}, "axes in the plan"),
+        ({"learing_rate": 1e-3}, "learing_rate is no training argument: did you mean learning_"),
     ],
 )
 def test_arguments_without_counterpart_are_refused(more, words):

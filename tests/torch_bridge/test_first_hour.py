@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
@@ -186,3 +187,36 @@ def test_a_batch_that_arrays_cannot_hold_is_named() -> None:
     }.items():
         with pytest.raises(fz.ConversionError, match=told):
             tb.batch(given)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += (x > 0).sum().to(torch.int32)
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize(("layers", "name"), [(1, "0.seen"), (3, "*.seen")])
+def test_counts_over_devices_are_added_where_one_says_so(layers: int, name: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Counting() for _ in range(layers)))
+    batches = [(torch.ones(8, 3), torch.zeros(8, 3))] * 2
+
+    def fitted(plan: fz.Plan, reduce: dict[str, str] | None) -> Any:
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        state = tb.fit(
+            module, batches, nn.MSELoss(), optimizer=sgd, plan=plan, buffer_reduce=reduce
+        )
+        return np.asarray(jax.tree.leaves(state.buffers)[0])
+
+    whole = fitted(ONE, {name: "sum"})
+    assert whole.sum() >= 48
+    assert (fitted(fz.Plan(), {name: "sum"}) == whole).all()
+    with pytest.raises(fz.StateError, match=r"changes with the batch.*buffer_reduce"):
+        fitted(fz.Plan(), None)
+    with pytest.raises(fz.ConversionError, match=r"names 'of', which is no buffer"):
+        fitted(ONE, {"of": "sum"})

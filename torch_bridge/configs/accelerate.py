@@ -162,7 +162,7 @@ def _parallelism(keys: Keys, fields: dict[str, Any]) -> None:
 
 
 def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Imported:
-    own = keys.below("deepspeed_config") or Keys(keys.source, {}, keys.auto)
+    own = keys.below("deepspeed_config") or keys.made("deepspeed_config", {})
     own.without_effect(
         dict.fromkeys(
             ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
@@ -194,7 +194,7 @@ def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Impor
 
 
 def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> None:
-    own = keys.below("fsdp_config") or Keys(keys.source, {}, keys.auto)
+    own = keys.below("fsdp_config") or keys.made("fsdp_config", {})
     strategy = own.take("fsdp_sharding_strategy")
     strategy = _BY_NUMBER.get(strategy, strategy)
     again = own.take("fsdp_reshard_after_forward")

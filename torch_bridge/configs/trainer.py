@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -33,6 +34,13 @@ _NO_COUNTERPART = {
     "neftune_noise_alpha": "add the noise to embeddings in the module's own forward",
     "parallelism_config": "say its axes in the plan, fz.Plan(replica=, tensor=, context=)",
 }
+# What is read of them; others of its hundred say how a run goes on around the steps.
+_READ = (
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config",
+    "gradient_accumulation_steps", "gradient_checkpointing", "learning_rate", "lr_scheduler_kwargs",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "optim", "per_device_train_batch_size",
+    "warmup_ratio", "warmup_steps", "weight_decay", *_NO_COUNTERPART,
+)  # fmt: skip
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 
 
@@ -53,7 +61,7 @@ def from_training_arguments(
 
     Raises:
         ConversionError: an optimizer, a schedule, a precision or another argument that changes the
-            training's numbers without counterpart.
+            training's numbers without counterpart, or a key that looks like one misspelt.
 
     Example:
         >>> got = from_training_arguments({"learning_rate": 5e-5, "max_steps": 100, "bf16": True,
@@ -69,6 +77,7 @@ def from_training_arguments(
     get = values.get
     steps = num_steps or max(0, int(get("max_steps") or 0))
     notes: list[Note] = []
+    _refuse_misspelt(source, values)
     Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
     base = _layout(values, devices, steps)
     fields: dict[str, Any] = {"zero": 0} if base is None else given_fields(base.plan)
@@ -98,6 +107,14 @@ def from_training_arguments(
     rows = get("per_device_train_batch_size")
     batch = rows * fields["microbatches"] * devices if rows and devices else None
     return Imported(fz.Plan(**fields), tx, schedule, batch, tuple(notes))
+
+
+def _refuse_misspelt(source: str, values: Mapping[str, Any]) -> None:
+    """Refuse what is nearly one of the arguments that are read: passed over, it would be silent."""
+    for key in set(values).difference(_READ):
+        # So near that none of transformers' own names is (per_device_eval_batch_size is at 0.87).
+        for near in difflib.get_close_matches(key, _READ, 1, cutoff=0.9):
+            raise ConversionError(f"{source}: {key} is no training argument: did you mean {near}?")
 
 
 def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Imported | None:
