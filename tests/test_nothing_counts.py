@@ -62,3 +62,25 @@ def test_running_statistics_of_padding_are_dropped():
     state, metrics = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
     assert float(state.buffers["mean"]) == 1.0
     assert float(metrics["grad_norm"]) == float(metrics["nonfinite"]) == 0.0  # and no overflow
+
+
+def test_a_state_of_one_value_twice_of_another_leaf_or_of_a_number_stays():
+    """What cannot be chosen where it is computed is chosen all the same."""
+    first = {"one": 1.0, "two": 2.0, "here": 3.0, "there": 4.0, "number": 5.0}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        twice = optax.tree.sum(grads)
+        moved = {"here": state["there"], "there": state["here"]}
+        return grads, {"one": twice, "two": twice, **moved, "number": np.float32(6)}
+
+    def init(_: Any) -> Any:
+        return {name: jnp.float32(value) for name, value in first.items()}
+
+    tx, plan = optax.GradientTransformation(init, update), tiny.plan(zero=1, data=2)
+    state, step = fz.init(MODEL, tx, plan), fz.train_step(MODEL, tx, plan)
+    state, _ = step(state, _padded())
+    assert {name: float(x) for name, x in state.opt_state.items()} == first
+    state, _ = step(state, tiny.tokens(8))
+    found = {name: float(x) for name, x in state.opt_state.items()}
+    assert found["one"] == found["two"] != 0
+    assert [found[name] for name in ("here", "there", "number")] == [4.0, 3.0, 6.0]

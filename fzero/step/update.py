@@ -34,6 +34,7 @@ from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
+from fzero.step.taken import chosen, updated
 from fzero.step.values import Gradients, Metrics, Values, metrics_of
 from fzero.tree import PyTree, added
 from fzero.zero.bits import apart
@@ -137,15 +138,17 @@ class Update:
         new |= self._updated(fields, gradients.sums, count, norm, metrics["loss"], taken)
         metrics = {**metrics, "grad_norm": shown, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
-        kept = (*OWNED, "buffers")
-        for name, value in {**{name: fields[name] for name in kept}, "step": step}.items():
-            new[name] = _chosen(taken, new[name], value)
+        for name, value in {
+            **{name: fields[name] for name in ("ema", "buffers")},
+            "step": step,
+        }.items():
+            new[name] = chosen(taken, new[name], value)
         if plan.skips:
             new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
         shapes = blue.shapes()
-        for name in ("step", "params", "compute", *kept, "loss_scale"):
+        for name in ("step", "params", "compute", *OWNED, "buffers", "loss_scale"):
             new[name] = jax.tree.map(_constrained, shapes[name], new[name])
         return new, metrics
 
@@ -260,10 +263,12 @@ class Update:
 
         if not blue.updates_shards:
             grads = self._mean_gradients(sums, count, norm)
-            updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+            updates, opt_state = updated(
+                blue.optimizer.update, taken, grads, opt_state, params, loss
+            )
             params = optax.apply_updates(params, updates)
             ema = self._averaged(ema, params, loss)
-            params = _chosen(taken, params, old)
+            params = chosen(taken, params, old)
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
             return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
         if not plan.shards("params"):
@@ -271,12 +276,12 @@ class Update:
                 map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.splits, tree)
                 for tree in (params, old)
             )
-        given = sums, opt_state, ema, params, count, norm, loss
+        given = sums, opt_state, ema, params, count, norm, loss, taken
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
         shards, opt_state, ema = apart(run, loss) if self.all_apart else run()
         # Before they are gathered: of whole ones the old would have to be there beside the new.
-        shards = _chosen(taken, shards, old)
+        shards = chosen(taken, shards, old)
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
@@ -284,11 +289,11 @@ class Update:
     def _of_shards(self, given: tuple[Any, ...]) -> tuple[PyTree, PyTree, PyTree]:
         """New stored shards of parameters, optimizer state and averages."""
         blue = self.blueprint
-        sums, opt_state, ema, params, count, norm, loss = given
+        sums, opt_state, ema, params, count, norm, loss, taken = given
         grads = self._mean_gradients(sums, count, norm)
         params = map_splits(lambda s, x: blue.constrain(s, s.logical(x)), self.splits, params)
         opt_state = logical_view(blue, "opt_state", opt_state)
-        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+        updates, opt_state = updated(blue.optimizer.update, taken, grads, opt_state, params, loss)
         params = optax.apply_updates(params, updates)
         ema = self._averaged(logical_view(blue, "ema", ema), params, loss)
         opt_state = map_splits(Split.store, blue.opt_state, opt_state)
@@ -376,11 +381,6 @@ class Update:
             for i, result in zip(numbers, results, strict=True):
                 found[i] = result
         return found
-
-
-def _chosen(taken: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """The new values of a step that is taken, else the old ones."""
-    return jax.tree.map(partial(jnp.where, taken), new, old)
 
 
 def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array | None:

@@ -81,3 +81,18 @@ def test_a_step_that_is_not_taken_keeps_shards_before_they_are_gathered(precisio
     chosen = set(re.findall(r"(\[[\d,]+\])\S* select\(", step.compile().as_text()))
     assert "[2,13]" in chosen
     assert "[16,13]" not in chosen
+
+
+# Two weights of 1 MiB on two devices: 3.5, 3.0 and 2.5 MiB beside state and batch; 5.0, 4.0 and 3.5
+# where moments are chosen after updates were made of them.
+@pytest.mark.parametrize(("zero", "most"), [(0, 4.2), (1, 3.5), (3, 3.0)])
+def test_a_new_moment_is_not_there_beside_the_one_that_is_kept(zero, most):
+    model = fz.Model(
+        lambda rng: ({name: jax.numpy.ones((512, 512)) for name in "vw"}, {}),
+        lambda p, b, batch, rng, train: (((batch["x"] @ p["v"] @ p["w"]) ** 2).mean(), b, {}),
+    )
+    plan, tx = tiny.plan(zero=zero, data=2), optax.adam(1e-3)
+    state = fz.abstract_state(model, tx, plan)
+    batch = {"x": np.ones((8, 512), np.float32)}
+    step = fz.train_step(model, tx, plan).lower(state, batch).compile()
+    assert step.memory_analysis().temp_size_in_bytes < most * 2**20
