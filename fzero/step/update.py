@@ -138,11 +138,8 @@ class Update:
         new |= self._updated(fields, gradients.sums, count, norm, metrics["loss"], taken)
         metrics = {**metrics, "grad_norm": shown, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
-        for name, value in {
-            **{name: fields[name] for name in ("ema", "buffers")},
-            "step": step,
-        }.items():
-            new[name] = chosen(taken, new[name], value)
+        old = {"step": step, "ema": fields["ema"], "buffers": fields["buffers"]}
+        new |= {name: chosen(taken, new[name], value) for name, value in old.items()}
         if plan.skips:
             new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
@@ -247,8 +244,8 @@ class Update:
         loss: jax.Array,
         taken: jax.Array,
     ) -> Values:
-        """New parameters and compute copy, which are the old ones unless the step is `taken`, and
-        new optimizer state and averages."""
+        """New parameters, compute copy and optimizer state, which are the old ones unless the step
+        is `taken`, and new averages."""
         plan, blue = self.plan, self.blueprint
         opt_state, ema = fields["opt_state"], fields["ema"]
         old = trained(blue.params, fields["params"])
