@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,22 @@ def test_a_nonfinite_accumulation_is_dropped_by_a_plan_that_skips():
     state, metrics = fz.train_step(model, tx, one)(state, tiny.points())
     assert (float(metrics["nonfinite"]), float(metrics["skipped"])) == (1, 1)
     tiny.same_bits(state.replace(loss_scale=None), before)
+
+
+def test_a_nonfinite_accumulation_spoils_no_statistics_of_a_plan_that_skips():
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        out = batch["x"] @ p["w"]
+        return jnp.mean(out), {"mean": 0.5 * buffers["mean"] + jnp.mean(out)}, {}
+
+    model = fz.Model(({"w": np.ones((16, 1), np.float32)}, {"mean": np.float32(0)}), loss)
+    one = tiny.plan(zero=3, skip_nonfinite=True)
+    accumulate = fz.accumulate_step(model, SGD, one)
+    good, bad = {"x": np.ones((8, 16), np.float32)}, {"x": np.full((8, 16), np.inf, np.float32)}
+    state, seen = fz.init(model, SGD, one), []
+    for batch in (good, bad):
+        state, _ = accumulate(state, batch)
+        seen.append(float(state.buffers["mean"]))
+    assert seen == [16.0, 16.0]
 
 
 class TestReduce:

@@ -101,7 +101,13 @@ class Update:
         calls = jnp.int32(0) if pending is None else pending.calls
         mean, sums = gradients.mean, jax.tree.map(wide, gradients.sums)
         grads = Pending(self._pin_shards(sums), mean.total, mean.count, calls + 1)
-        return {**fields, **gradients.changed, "grads": grads, "step": step}
+        buffers = gradients.changed["buffers"]
+        if self.plan.skips and jax.tree.leaves(buffers):
+            # The step will skip these sums: what spoilt them must not stay in statistics.
+            finite = jnp.isfinite(self._norm(sums, jnp.where(mean.count == 0, 1, mean.count)))
+            buffers = _chosen(finite, buffers, fields["buffers"])
+            buffers = jax.tree.map(_constrained, self.blueprint.shapes()["buffers"], buffers)
+        return {**fields, "buffers": buffers, "grads": grads, "step": step}
 
     def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
         """Global norm of the mean gradient."""
