@@ -74,7 +74,9 @@ def accumulate_step(
 
     `train_step(accumulate_step(state, a), b)` steps with the gradient of `a` and `b` together,
     exact by totals and counts. The accumulation is part of the state (`state.grads`): evaluation,
-    offload and checkpoints in between see it and leave it alone.
+    offload and checkpoints in between see it and leave it alone. Where a gradient in it is not
+    finite, a plan that skips (fp16, `skip_nonfinite`) keeps the buffers of before that batch, and
+    skips the step that follows.
 
     Args, Returns and Raises as for `train_step`.
     """
