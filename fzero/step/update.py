@@ -105,7 +105,7 @@ class Update:
         if self.plan.skips and jax.tree.leaves(buffers):
             # The step will skip these sums: what spoilt them must not stay in statistics.
             finite = jnp.isfinite(self._norm(sums, jnp.where(mean.count == 0, 1, mean.count)))
-            buffers = _chosen(finite, buffers, fields["buffers"])
+            buffers = chosen(finite, buffers, fields["buffers"])
             buffers = jax.tree.map(_constrained, self.blueprint.shapes()["buffers"], buffers)
         return {**fields, "buffers": buffers, "grads": grads, "step": step}
 

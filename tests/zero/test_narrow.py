@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,8 @@ def trained(model, made, steps=3):
     ],
 )  # fmt: skip
 def test_what_travels_in_8_bits_is_what_scaling_whole_weights_gives(model, options, narrow):
+    if options.get("microbatches") and "SSE4_2" in os.environ.get("XLA_FLAGS", ""):
+        pytest.skip("XLA compiles no float16 for SSE4.2")  # by which it goes to 8 bits
     made = plan(**options)
     assert gathers(model, made, rows(0, model))[0] == narrow
     ours, params = trained(model, made)
