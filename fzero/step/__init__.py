@@ -9,7 +9,7 @@
 - `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or
   streamed, and on the host.
-- `taken`: what a step that is not taken leaves as it was.
+- `skips`: what a step that is skipped leaves as it was.
 - `finite`: names the first value that is not finite; `values`: what the passes hand to the update.
 """
 

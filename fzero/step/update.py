@@ -34,7 +34,7 @@ from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
-from fzero.step.taken import chosen, updated
+from fzero.step.skips import chosen, updated
 from fzero.step.values import Gradients, Metrics, Values, metrics_of
 from fzero.tree import PyTree, added
 from fzero.zero.bits import apart

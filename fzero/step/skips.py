@@ -1,4 +1,4 @@
-"""What a step that is not taken leaves as it was."""
+"""Steps that are skipped: what they leave as it was."""
 
 from __future__ import annotations
 
