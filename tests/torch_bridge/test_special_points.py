@@ -172,6 +172,9 @@ def test_bounds_that_are_tensors_may_cross_be_met_or_be_none():
     agree(torch.clamp, x, low, high)
     agree(torch.clamp_min, x, low)
     agree(torch.clamp_max, x, high)
+    without_end = torch.full_like(x, INF)
+    agree(torch.clamp_min, x, without_end)
+    agree(torch.clamp_max, x, -without_end)
 
 
 def test_the_slope_of_a_size_is_the_direction_of_its_result():

@@ -25,7 +25,16 @@ from torch_bridge.dtypes import (
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import broadcast, exact_numbers, once, quotient
-from torch_bridge.lower.tangents import arctan2, between, hypot, modulo, power, sinc
+from torch_bridge.lower.tangents import (
+    arctan2,
+    at_least,
+    at_most,
+    between,
+    hypot,
+    modulo,
+    power,
+    sinc,
+)
 
 
 _name: str
@@ -181,8 +190,12 @@ def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     dtype = result_dtype(*(v for v in (x, min, max) if v is not None))
     out = cast(x, dtype)
     if is_float(dtype) and any(hasattr(bound, "shape") for bound in (min, max)):
-        low, high = -np.inf if min is None else min, np.inf if max is None else max
-        return between(out, cast(low, dtype), cast(high, dtype))
+        # Not infinity for a bound that is none: the other one may be infinite, and would meet it.
+        if min is None:
+            return at_most(out, cast(max, dtype))
+        if max is None:
+            return at_least(out, cast(min, dtype))
+        return between(out, cast(min, dtype), cast(max, dtype))
     # torch's gradient at a bound is 1 (the value is inside); jnp.maximum would split it.
     if min is not None:
         low = cast(min, dtype)

@@ -240,19 +240,25 @@ def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None], lead: int) -> jax.A
         n = x.shape[lead + i]
         if size is None or size == n:
             continue
-        wide = jnp.moveaxis(_window_means(jnp.moveaxis(wide, lead + i, -1), size), -1, lead + i)
+        wide = _window_means(wide, lead + i, size)
     return wide.astype(x.dtype)
 
 
-def _window_means(x: jax.Array, size: int) -> jax.Array:
-    """Means of so many windows along the last dim, which may overlap and be of several lengths."""
-    n = x.shape[-1]
+def _window_means(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Means of so many windows along a dim, which may overlap and be of several lengths.
+
+    Each is of its own values alone: one that is not finite stays in its windows. The dim is where
+    it is, as turning an array is a copy.
+    """
+    n, before, after = x.shape[dim], x.shape[:dim], x.shape[dim + 1 :]
     if n % size == 0:
-        return jnp.mean(jnp.reshape(x, (*x.shape[:-1], size, n // size)), axis=-1)
+        return jnp.mean(jnp.reshape(x, (*before, size, n // size, *after)), axis=dim + 1)
     begin, end = np.transpose(_adaptive_bounds(n, size))
     at = begin[:, None] + np.arange(max(end - begin))
-    values = jnp.where(at < end[:, None], x[..., np.minimum(at, n - 1)], 0)
-    return jnp.sum(values, axis=-1) / (end - begin).astype(x.dtype)
+    within = np.reshape(at < end[:, None], (*at.shape, *(1 for _ in after)))
+    values = jnp.where(within, jnp.take(x, np.minimum(at, n - 1), axis=dim), 0)
+    lengths = np.reshape(end - begin, (size, *(1 for _ in after)))
+    return jnp.sum(values, axis=dim + 1) / lengths.astype(x.dtype)
 
 
 @register_operator(

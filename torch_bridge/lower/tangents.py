@@ -157,6 +157,19 @@ ndtri = with_tangents(
 )
 
 
+at_least = with_tangents(
+    jnp.maximum,
+    lambda dx, _, x, low: jnp.where(x >= low, dx, 0),
+    lambda dlow, _, x, low: jnp.where(x < low, dlow, 0),
+)
+
+at_most = with_tangents(
+    jnp.minimum,
+    lambda dx, _, x, high: jnp.where(x <= high, dx, 0),
+    lambda dhigh, _, x, high: jnp.where(x > high, dhigh, 0),
+)
+
+
 # Bounds that cross have the upper one, and the lower one no gradient.
 between = with_tangents(
     lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high),
