@@ -62,9 +62,9 @@ def test_a_row_that_never_ended_is_no_success(tmp_path):
 @pytest.mark.nightly
 def test_parts_that_were_wrong_once_run_at_tiny_sizes(tmp_path):
     out = tmp_path / "gpu.json"
-    said = gpu(out, "--minutes", "9", "--only", "tiers", "processes", "calibrate")
+    said = gpu(out, "--minutes", "9", "--only", "tiers", "processes", "calibrate", "tests")
     assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
-    assert set(json.loads(out.read_text())["parts"]) == {"tiers", "processes", "calibrate"}
+    assert set(json.loads(out.read_text())["parts"]) == {"tiers", "processes", "calibrate", "tests"}
 
 
 @pytest.mark.nightly
