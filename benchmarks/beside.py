@@ -141,6 +141,7 @@ def _ours(sample: Sample) -> tuple[list[Any], Callable[[dict[int, Any]], list[An
     if not tracked:
         return run([]), lambda seeds: []
 
+    @jax.jit
     def split(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
         out = run(chosen)
         return [x for x in out if _is_inexact(x)], out
@@ -154,7 +155,7 @@ def _ours(sample: Sample) -> tuple[list[Any], Callable[[dict[int, Any]], list[An
             jnp.conj(seeds[i]).astype(x.dtype) if i in seeds else jnp.zeros_like(x)
             for i, x in zip(places, smooth, strict=True)
         ]
-        return [jnp.conj(x) for x in pull(given)[0]]
+        return [jnp.conj(x) for x in jax.jit(pull)(given)[0]]
 
     return out, back
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch_bridge.dtypes import is_float
 from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
-from torch_bridge.export.mode import build_mode
+from torch_bridge.export.mode import Mode, build_mode
 from torch_bridge.export.stand_ins.capacity import capacity_of
 from torch_bridge.export.watch.hooks import refuse_hooks
 from torch_bridge.export.watch.modes import warn_of_modes
@@ -41,6 +42,7 @@ def convert(
     masters: bool | None = None,
     copy: bool | None = None,
     capacity: float | None = None,
+    padding_side: str | None = None,
     **example_kwargs: Any,
 ) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
@@ -80,6 +82,10 @@ def convert(
             even share of all devices' tokens of a microbatch, the first in order; the share of
             choices that were dropped is the metric `dropped` of every train step. In eval mode,
             and by default, none is dropped, as in PyTorch.
+        padding_side: `"right"`: rows are filled up at their end, as tokenizers with
+            `padding_side="right"` do. On GPUs fused attention then takes the rows' lengths, and no
+            mask of the size of the scores is stored. Every mask is compared with that: a row of
+            another kind, such as one that is filled up in front, gives NaN.
         **example_kwargs: keyword arguments for its forward.
 
     Returns:
@@ -90,7 +96,8 @@ def convert(
             operators (all of them, with module paths), data-dependent sizes or control flow,
             custom autograd functions without a rule (`register_function`), Python state or random
             numbers that would be frozen, writes to parameters, float64 without x64; a `capacity`
-            of a module without mixtures; or `batch_dim` cannot be kept free.
+            of a module without mixtures, a `padding_side` that no attention of the module reads; or
+            `batch_dim` cannot be kept free.
 
     Example:
         >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
@@ -103,7 +110,8 @@ def convert(
     warn_of_modes(module)
     warn_of_questions(module)
     args, kwargs = example_tensors((example_args, example_kwargs))
-    made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
+    keep, padded = train if masters is None else masters, _is_padded(padding_side)
+    made = _Making(batch_dim, min_layers, train, keep, copy, padded=padded)
     with capacity_of(module, capacity, train):
         return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
 
@@ -128,7 +136,10 @@ def convert_copy(
     change(module)
     both = True in converted._modes
     # Of the module itself it is known that it depends on no state of Python.
-    made = _Making(again.batch_dim or None, again.min_layers, both, converted.masters, None, False)
+    padded = converted._modes[False].call.padded
+    made = _Making(
+        again.batch_dim or None, again.min_layers, both, converted.masters, None, False, padded
+    )
     with again.device:
         found = made.of(module, args, kwargs, values)
     return replace(found, base=converted)
@@ -144,6 +155,7 @@ class _Making:
     masters: bool
     copy: bool | None
     check: bool = True
+    padded: bool = False
 
     @torch.inference_mode(False)
     def of(
@@ -173,12 +185,13 @@ class _Making:
         for program in programs.values():
             refuse_data_dependent(program)
         refuse_missing([missing_operators(program) for program in programs.values()])
+        form = partial(CallForm.of, module, args, kwargs, padded=self.padded)
         modes = {
-            train: build_mode(
-                program, layout, CallForm.of(module, args, kwargs, program.call_spec.in_spec)
-            )
+            train: build_mode(program, layout, form(program.call_spec.in_spec))
             for train, program in programs.items()
         }
+        if self.padded:
+            _refuse_unpadded(modes.values())
         rolled, blocks = roll_blocks(programs, modes, layout, self.min_layers)
         again = Again(module, args, kwargs, batch_dim, layout, self.min_layers)
         names = Names(stacked_leaves(layout, blocks.stacks))
@@ -204,6 +217,29 @@ class _Making:
         if self.batch_dim is not None:
             _refuse_fixed(converted, self.batch_dim)
         return converted
+
+
+def _is_padded(side: Any) -> bool:
+    """Whether rows are declared to end in their padding."""
+    if side is None or (isinstance(side, str) and side == "right"):
+        return side is not None
+    raise ConversionError(
+        f'tb.convert(padding_side={side!r:.60}): expected "right", or None where rows are filled up'
+        " otherwise: masks are then read as they are. A forward's own argument of that name is"
+        " given by position"
+    )
+
+
+def _refuse_unpadded(modes: Iterable[Mode]) -> None:
+    """No attention of a module would take the lengths of rows."""
+    steps = (step for mode in modes for step in mode.graph.instructions)
+    if not any("mask_padding" in step.kwargs for step in steps):
+        raise ConversionError(
+            'tb.convert(padding_side="right"): no scaled_dot_product_attention of the module has a'
+            " mask that is computed of sizes and one argument `(rows, positions)`, or the rows'"
+            " lengths. Give what says the padding in the example (attention_mask=...), and convert"
+            ' a transformers model with attn_implementation="sdpa"; or leave padding_side out'
+        )
 
 
 def _refuse_fixed(converted: Converted, batch_dim: int) -> None:

@@ -91,6 +91,7 @@ def fit(
     trained_module: bool = False,
     roll: bool | int = True,
     buffer_reduce: Mapping[str, str] | None = None,
+    padding_side: str | None = None,
 ) -> Any:
     """Train a PyTorch module in JAX, on all devices.
 
@@ -121,6 +122,7 @@ def fit(
         roll: as in `tb.convert`; `False` where layers of a stack have learning rates of their own.
         buffer_reduce: how devices' values of a buffer become one, by its name: `"sum"` for a count
             of examples, for one.
+        padding_side: as in `tb.convert`.
 
     Returns:
         The final state; with `trained_module` the pair of it and the module.
@@ -143,7 +145,8 @@ def fit(
     batches = _begun(loader, epochs)
     first = _first(batches)
     traced = module if loss == "module" else _with_loss(module, loss)
-    converted = _converted(traced, first, roll)
+    options = {} if padding_side is None else {"padding_side": padding_side}
+    converted = _converted(traced, first, roll=roll, **options)
     model = converted.model("module", buffer_reduce=buffer_reduce)
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -276,13 +279,13 @@ def _hyper(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _converted(traced: torch.nn.Module, first: Any, roll: bool | int) -> Converted:
+def _converted(traced: torch.nn.Module, first: Any, **options: Any) -> Converted:
     """The module with its loss, converted with a batch."""
     given = called_with_batch(first)
     if isinstance(given, Mapping):
-        return convert(traced, roll=roll, **given)
+        return convert(traced, **options, **given)
     args = given if isinstance(given, tuple) else (given,)
-    return convert(traced, *args, roll=roll)
+    return convert(traced, *args, **options)
 
 
 def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:

@@ -28,7 +28,7 @@ _LOWEST = {jnp.dtype(jnp.float16): -(2.0**15), jnp.dtype(jnp.bfloat16): -(2.0**4
 
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None, scale: float,
-    mask: jax.Array | None = None,
+    mask: jax.Array | None = None, lengths: jax.Array | None = None,
 ) -> jax.Array | None:  # fmt: skip
     """Attention of whole sequences by cuDNN, where a program is for a GPU and cuDNN can do it.
 
@@ -45,6 +45,9 @@ def fused_attention(
         mask: what is computed of data or learned: True where a key is seen, or a number that is
             added to a score (rounded to the dtype of `q`), `(batch or 1, heads or 1, length,
             length of keys)`. A row that sees nothing gives 0; with `causal` there may be none.
+        lengths: int32 `(batch,)`, of the keys of each row: others are seen by nothing. Of a row
+            without keys the result is 0. There may be none with `mask`; with a window, and where
+            an axis `context` divides sequences, there is no kernel.
 
     Returns:
         `(batch, length, heads, features)`, or `None`.
@@ -53,6 +56,8 @@ def fused_attention(
         return None  # cuDNN does not say which corner it counts from, and has windows backwards
     near = None if window is None else (window, 0)
     axes, length = free_axes(), q.shape[1]
+    if lengths is not None and (window is not None or axes.get(CONTEXT, 1) > 1):
+        return None
     # (jax (0.11.2) refuses odd lengths where gradients are taken: with a mask, as cuDNN does, and
     # without one, where it takes its own placeholder for a mask. Only a trace of them says so.)
     if mask is not None:
@@ -62,29 +67,34 @@ def fused_attention(
             q, k, v, mask = _even(q, k, v, mask)
         elif length % (2 * axes[CONTEXT]) or k.shape[1] % 2:
             return None  # of odd lengths it has no gradients, which only a trace of those would say
-    keys = k.shape[1] if k.shape[1] % 2 and mask is None and not causal else None
     if mask is None:
+        if lengths is None and k.shape[1] % 2 and not causal:
+            lengths = jnp.full((k.shape[0],), k.shape[1], jnp.int32)
         q, k, v = (_longer(x, x.shape[1] % 2) for x in (q, k, v))
-    bias = None if mask is None else _bias(mask, q.dtype)
-    if not can_fuse(q, k, v, causal=causal, window=near, bias=bias):
+    more = {} if mask is None else {"bias": _bias(mask, q.dtype)}
+    if lengths is not None:
+        more["key_value_seq_lengths"] = jnp.maximum(lengths, 1)
+    if not can_fuse(q, k, v, causal=causal, window=near, **more):
         return None
-    run, given = _kernel(causal, near, scale, keys), (q, k, v) if bias is None else (q, k, v, bias)
+    run, given = _kernel(causal, near, scale, tuple(more)), (q, k, v, *more.values())
     if axes:
         ways, rows = axes.get(TENSOR, 1), rows_axis(q.shape[0])
         heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
         whole = PartitionSpec(rows, None, heads)
         # With a bias each device has its own queries of a divided sequence, and all keys.
-        split = whole if bias is None else PartitionSpec(rows, _divided(axes), heads)
-        own = None if bias is None else _along(bias, rows, heads, _divided(axes))
+        split = whole if mask is None else PartitionSpec(rows, _divided(axes), heads)
+        own = (_along(x, rows, heads, _divided(axes)) for x in more.values())
         run = jax.shard_map(
-            run, in_specs=(split, whole, whole, own)[: len(given)], out_specs=split,
+            run, in_specs=(split, whole, whole, *own), out_specs=split,
             axis_names=set(axes), check_vma=False,
         )  # fmt: skip
     out: jax.Array = run(*given)
-    if mask is None:
-        return out[:, :length]
-    seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
-    out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
+    if mask is not None:
+        seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
+        out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
+    elif lengths is not None:
+        seen = (lengths > 0)[:, None, None, None]
+        out = jnp.where(seen, out, jnp.zeros((), out.dtype))
     return out[:, :length]
 
 
@@ -92,9 +102,11 @@ def _divided(axes: Any) -> Any:
     return CONTEXT if axes.get(CONTEXT, 1) > 1 else None
 
 
-def _along(bias: jax.Array, rows: Any, heads: Any, queries: Any) -> PartitionSpec:
-    """Of a bias, which is whole where all rows, or all heads, have the same."""
-    own = (None if bias.shape[d] == 1 else x for d, x in enumerate((rows, heads)))
+def _along(given: jax.Array, rows: Any, heads: Any, queries: Any) -> PartitionSpec:
+    """Of lengths, or of a bias, which is whole where all rows, or all heads, have the same."""
+    if given.ndim == 1:
+        return PartitionSpec(rows)
+    own = (None if given.shape[d] == 1 else x for d, x in enumerate((rows, heads)))
     return PartitionSpec(*own, queries)
 
 
@@ -133,15 +145,15 @@ def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
 
 
 def can_fuse(
-    q: Any, k: Any, v: Any, *, causal: bool, window: tuple[int, int] | None, bias: Any = None
+    q: Any, k: Any, v: Any, *, causal: bool, window: tuple[int, int] | None, **more: Any
 ) -> bool:
-    """Whether what is traced here is for a GPU with a kernel for such queries, keys and values."""
+    """Whether what is traced here is for a GPU with a kernel for such queries, keys and values
+    (and what `_kernel` takes besides)."""
     if q.ndim != 4 or q.dtype not in _TYPES or traced_platform() != "gpu":
         return False
-    given = (q, k, v) if bias is None else (q, k, v, bias)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, *more.values())]
     try:
-        jax.eval_shape(_kernel(causal, window, 1.0), *shapes)
+        jax.eval_shape(_kernel(causal, window, 1.0, tuple(more)), *shapes)
     except (NotImplementedError, ValueError):  # shapes that it has no kernel for
         return False
     except RuntimeError as error:
@@ -155,15 +167,14 @@ def can_fuse(
 
 
 def _kernel(
-    causal: bool, window: tuple[int, int] | None, scale: float, keys: int | None = None
+    causal: bool, window: tuple[int, int] | None, scale: float, names: tuple[str, ...] = ()
 ) -> Any:
-    """Of queries, keys, values and perhaps what is added to scores; of the first keys alone."""
+    """Of queries, keys, values, and arguments of these names in jax."""
 
-    def run(q: Any, k: Any, v: Any, *bias: Any) -> Any:
-        lengths = None if keys is None else jnp.full((q.shape[0],), keys, jnp.int32)
+    def run(q: Any, k: Any, v: Any, *more: Any) -> Any:
         return jax.nn.dot_product_attention(
-            q, k, v, *bias, scale=scale, is_causal=causal, local_window_size=window,
-            key_value_seq_lengths=lengths, implementation="cudnn",
+            q, k, v, scale=scale, is_causal=causal, local_window_size=window,
+            implementation="cudnn", **dict(zip(names, more, strict=True)),
         )  # fmt: skip
 
     return run

@@ -277,6 +277,7 @@ MANY_PARAMETERS = {
     "users call it with keywords, of which most are left out": [
         "fzero/checkpoint/restore.py restore",
         "fzero/state/offload.py offload",
+        "torch_bridge/convert.py convert",
         "torch_bridge/formats/files.py save",
         "torch_bridge/formats/restore.py restore",
         "torch_bridge/training.py fit",

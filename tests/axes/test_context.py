@@ -222,6 +222,38 @@ def test_biases_of_heads_go_to_the_kernel_with_all_keys(length):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (one, other)), atol=0.03)
 
 
+def test_lengths_of_rows_lie_along_their_axis():
+    """Each device has those of its own rows; a row of none is 0, and divided keys have none."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = [jax.random.normal(key, (4, 6, 2, 8), jnp.bfloat16) for key in keys]
+    lengths = jnp.array([6, 1, 0, 4], jnp.int32)
+
+    def loss(*given):
+        options = {"causal": True, "window": None, "scale": 0.3, "lengths": lengths}
+        out = fused_attention(*given, **options)
+        return None if out is None else (jnp.sum(jnp.sin(out.astype(jnp.float32))), out)
+
+    seen = (np.arange(6) < np.asarray(lengths)[:, None])[:, None, None] & np.tri(6, dtype=bool)
+    slope = jax.grad(loss, (0, 1, 2), has_aux=True)
+    with answered(), jax.numpy_dtype_promotion("standard"):
+        options = {"causal": False, "window": None, "scale": 0.3, "mask": jnp.asarray(seen)}
+        want = fused_attention(*x, **options)
+        for names, found in ((("expert", "tensor"), True), (("context", "tensor"), False)):
+            with jax.set_mesh(auto_mesh(np.array(jax.devices()[:4]).reshape(2, 2), names)):
+                if not found:
+                    assert jax.eval_shape(loss, *x) is None
+                    continue
+                compiled = jax.jit(slope).lower(*x).compile()
+                slopes, got = compiled(*x)
+        alone, _ = slope(*x)
+    assert "s32[2]" in compiled.as_text(), "lengths of a device's rows"
+    # Weights are rounded to 8 bits of mantissa.
+    pairs = zip([got, *slopes], [want, *alone], strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (one, other)), atol=0.03)
+    assert not np.asarray(got[2], np.float32).any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -215,15 +215,13 @@ def test_attention_of_odd_lengths_is_fused_forwards_and_back(causal):
     assert not re.findall(r"= \w+\[(?:\d+,)*19[78],19[78]\]", read.text), "scores"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("rows", ["packed", "padded"])
-def test_rows_of_documents_and_padded_rows_are_fused(rows):
-    """Their mask depends on data: 16 bits for each pair of a row, and no scores."""
+def _of_rows(rows, **options):
+    """A step of rows that are packed or padded, one device."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     more = {"attention_mask": torch.ones(2, 16, dtype=torch.long)}
     if rows == "packed":
         more = {"attention_mask": torch.zeros(2, 1, 16, 16), "position_ids": ids}
-    converted = tb.convert(llama(), input_ids=ids, **more)
+    converted = tb.convert(llama(), input_ids=ids, **more, **options)
 
     def loss(forward, batch):
         given = {"attention_mask": batch["seen"]}
@@ -233,12 +231,29 @@ def test_rows_of_documents_and_padded_rows_are_fused(rows):
 
     plan = fz.Plan(zero=3, precision="bf16", data=1, remat="layer")
     batch = dict.fromkeys(("ids", "seen"), jax.ShapeDtypeStruct((2, SEQ), np.int32))
-    read = compiled(converted.model(loss), plan, batch, "h200:1")
+    return compiled(converted.model(loss), plan, batch, "h200:1")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_rows_of_documents_and_padded_rows_are_fused(rows):
+    """Their mask depends on data: 16 bits for each pair of a row, and no scores."""
+    read = _of_rows(rows)
     for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
         assert f'custom_call_target="__cudnn${name}"' in read.text
     heads = re.findall(rf"\w+\[(?:\d+,)*{HEADS},{SEQ},{SEQ}\]", read.text)
     assert not heads, "scores"
     assert not read.found.unknown_flops
+
+
+def test_of_rows_that_end_in_their_padding_no_mask_is_stored():
+    """The kernel takes lengths; a mask is computed only to be compared."""
+    read = _of_rows("padded", padding_side="right")
+    for name in ("fmhaSoftmax", "fmhaSoftmaxBackward"):
+        assert f'custom_call_target="__cudnn${name}"' in read.text
+    assert "PADDING_CAUSAL" in read.text
+    stored = rf"= \w+\[(?:\d+,)*{SEQ},{SEQ}\]\S* (?!iota|compare|broadcast|and|convert)\S+\(.*"
+    assert not re.findall(stored, read.text)
 
 
 @pytest.mark.nightly

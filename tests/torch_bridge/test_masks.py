@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import warnings
 from typing import Any
@@ -18,13 +19,14 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
+from fzero.errors import ConversionError
 from fzero.links import Context
 from fzero.preflight.topology import has_plugin
 from tests.support.cudnn import answered
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
 from torch_bridge.lower.kernels import fused_attention
-from torch_bridge.lower.masks import ATTENTION, MASK, Pattern, SizeMask, pattern_of
+from torch_bridge.lower.masks import ATTENTION, MASK, ComputedMask, Pattern, pattern_of
 
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -120,7 +122,7 @@ def test_values_are_torchs_whatever_the_mask(
     converted = tb.convert(module, torch.randn(2, 5, 8), train=False)
     (step,) = attentions(converted)
     mask = step.args[MASK]
-    assert isinstance(mask, SizeMask) == folded
+    assert isinstance(mask, ComputedMask) == folded
     if folded:  # sizes stand in the order in which the graph computes them
         found = [mask.pattern((2, n)[-len(mask.sizes) :], (2, 1, n, n)) for n in (3, 7)]
         assert found == patterns
@@ -141,7 +143,7 @@ def test_a_mask_of_many_examples_is_computed_once(gpt2_converted: tb.Converted) 
 def test_transformers_mask_travels_through_no_block(
     gpt2: GPT2LMHeadModel, gpt2_converted: tb.Converted
 ) -> None:
-    assert all(isinstance(step.args[MASK], SizeMask) for step in attentions(gpt2_converted))
+    assert all(isinstance(step.args[MASK], ComputedMask) for step in attentions(gpt2_converted))
     batch, length = 3, 7
     model = tb.convert(gpt2, torch.zeros(2, 8, dtype=torch.long), roll=2).model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch).logits, batch)
@@ -266,6 +268,106 @@ def test_masks_of_data_are_the_fused_kernels_too(kind: str, half: Any) -> None:
         got = jax.grad(loss, learned, has_aux=True)(x, mask)
     for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):  # 16 bits, as above
         np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (one, other)), atol=0.06)
+
+
+class Padded(nn.Module):
+    """Attention, under a mask that is computed of an argument that says what is padding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) * 0.3)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1])
+        if self.kind == "hidden":  # True where it is padding, as numbers to add, for each head
+            added = torch.zeros(given.shape).masked_fill(given, -torch.inf)
+            seen = added[:, None, None].to(x.dtype).expand(-1, 2, x.shape[1], -1)
+        elif self.kind == "lengths":
+            seen = (at[None] < given[:, None])[:, None, None]
+        else:
+            seen = given.bool()[:, None, None] & (at <= at[:, None])
+            seen = seen & (at > at[:, None] - 3) if self.kind == "window" else seen
+        q = (x @ self.weight).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, seen)
+
+
+LENGTHS = torch.tensor([7, 3, 1, 6])
+
+
+def padding_of(kind: str) -> torch.Tensor:
+    inside = torch.arange(7) < LENGTHS[:, None]
+    return {"lengths": LENGTHS, "hidden": ~inside}.get(kind, inside.long())
+
+
+@pytest.mark.parametrize("kind", ["causal", "hidden", "lengths", "window"])
+def test_rows_that_end_in_their_padding_have_a_length(kind: str) -> None:
+    """PyTorch's values and gradients, by products and by the kernel, which takes no mask (but
+    where there is a window); another example than was converted with, and in 16 bits."""
+    module, given, x = Padded(kind), padding_of(kind), torch.randn(4, 7, 16)
+    first = given[:2] if kind == "lengths" else given[:2, :5]
+    converted = tb.convert(module, x[:2, :5], first, train=False, padding_side="right")
+    want = module(x, given)
+    want.square().sum().backward()
+
+    def loss(params: Any) -> Any:
+        out = converted.apply(params, {}, x.numpy(), given.numpy()).output
+        return jnp.sum(jnp.square(out.astype(jnp.float32))), out
+
+    def compare(got: Any, bar: float) -> None:
+        slopes, out = got
+        assert relative_error(out.astype(jnp.float32), want.detach().numpy()) <= bar
+        slope = slopes["weight"].astype(jnp.float32)
+        assert relative_error(slope, module.weight.grad.numpy()) <= bar
+
+    slope = jax.jit(jax.grad(loss, has_aux=True))
+    compare(slope(converted.params), 1e-5)
+    half = {"weight": converted.params["weight"].astype(jnp.bfloat16)}
+    with (
+        answered(),
+        jax.numpy_dtype_promotion("standard"),
+        mock.patch("torch_bridge.lower.attention._contract", side_effect=AssertionError),
+        contextlib.nullcontext()
+        if kind == "window"
+        else mock.patch("fzero.exchange.cudnn._bias", side_effect=AssertionError),
+    ):
+        compare(jax.grad(loss, has_aux=True)(half), 0.03)  # 2^-8 of what is summed
+
+
+def test_a_row_of_other_padding_than_declared_is_nan_in_its_gradients_too() -> None:
+    """On each device, whatever computes it; one without any key gives 0, as in PyTorch."""
+    module, x = Padded("causal"), torch.randn(4, 7, 16)
+    given = padding_of("causal")
+    given[1] = given[1].flip(0)
+    given[2] = 0
+    converted = tb.convert(module, x[:2], given[:2], train=False, padding_side="right")
+
+    @jax.jit
+    def slope(params: Any, *arguments: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out = converted.apply(params, {}, *arguments).output
+            return jnp.sum(out.astype(jnp.float32)), out
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    others = np.array([0, 2, 3, 3])
+    half = {"weight": converted.params["weight"].astype(jnp.bfloat16)}
+    for params, within in ((converted.params, contextlib.nullcontext()), (half, answered())):
+        with within, jax.numpy_dtype_promotion("standard"):
+            slopes, out = slope(params, x.numpy(), given.numpy())
+            assert jnp.isnan(slopes["weight"]).all()
+            assert np.isnan(out).any((1, 2, 3)).tolist() == [False, True, False, False]
+            assert not np.any(np.asarray(out[2], np.float32))
+            slopes, _ = slope(params, x.numpy()[others], given.numpy()[others])
+            assert jnp.isfinite(slopes["weight"]).all()
+
+
+def test_padding_that_no_attention_reads_is_refused() -> None:
+    x = torch.randn(2, 5, 8)
+    with pytest.raises(ConversionError, match=r"no scaled_dot_product_attention.*sizes and one"):
+        tb.convert(Prefixed(None), x, train=False, padding_side="right")
+    with pytest.raises(ConversionError, match=r"padding_side='left'.*expected \"right\""):
+        tb.convert(Prefixed(None), x, train=False, padding_side="left")
 
 
 def test_masks_beside_a_causal_one_and_wider_ones_of_float16_are_products() -> None:

@@ -20,7 +20,7 @@ from torch_bridge.export.shapes import unbacked
 from torch_bridge.export.stand_ins.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
-from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks
+from torch_bridge.lower.masks import MASK, ComputedMask, Folded, computed_masks
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
 from torch_bridge.lower.sizes import python_function
 
@@ -225,12 +225,15 @@ def _resolve(target: Any) -> Callable[..., Any] | None:
     return None if lowering is None else lowering.fn
 
 
-def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
+def build_graph(
+    program: torch.export.ExportedProgram, ranges: Ranges, padded: bool = False
+) -> Graph:
     """Turn a decomposed program into instructions; every operator must have a lowering.
 
     Args:
         program: what `export_program` returned.
         ranges: which of its values need 64 bits.
+        padded: whether rows are declared to end in their padding; see `computed_masks`.
 
     Returns:
         A graph that holds no torch tensors.
@@ -238,7 +241,7 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
     Raises:
         ConversionError: the module writes to one of its parameters.
     """
-    masks = size_masks(program, partial(_lowered, ranges))
+    masks = computed_masks(program, partial(_lowered, ranges), padded)
 
     def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
         return masks[node].reads if node in masks else node.all_input_nodes
@@ -308,7 +311,7 @@ def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
 
 
 def _lowered(
-    ranges: Ranges, node: torch.fx.Node, mask: SizeMask | None = None
+    ranges: Ranges, node: torch.fx.Node, mask: ComputedMask | None = None
 ) -> Callable[..., Any]:
     """What computes a node in JAX."""
     fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
@@ -330,9 +333,9 @@ def _where(node: torch.fx.Node) -> str:
 
 
 def _arguments(
-    node: torch.fx.Node, mask: SizeMask | None
+    node: torch.fx.Node, mask: ComputedMask | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments; a mask that depends on sizes stands there itself, beside its sizes."""
+    """A node's arguments; a mask that is computed stands there itself, beside what it reads."""
     args, kwargs = list(template_of(node.args, _named)), template_of(node.kwargs, _named)
     if mask is not None:
         if len(args) > MASK:
@@ -340,6 +343,8 @@ def _arguments(
         else:
             kwargs["attn_mask"] = mask
         kwargs["mask_sizes"] = tuple(map(Ref, mask.sizes))
+        if mask.padding is not None:
+            kwargs["mask_padding"] = Ref(mask.padding.name)
     return tuple(args), kwargs
 
 

@@ -134,7 +134,7 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
     tensors = [i for i in inputs if isinstance(i, TensorInput)]
     rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
     return Mode(
-        build_graph(program, ranges),
+        build_graph(program, ranges, call.padded),
         params,
         buffers,
         constants,

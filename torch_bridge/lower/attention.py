@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import cast, is_bool
 from torch_bridge.lower.kernels import exchanged_attention, fused_attention
-from torch_bridge.lower.masks import Pattern, SizeMask
+from torch_bridge.lower.masks import ComputedMask, EndedRows, Pattern, rows_of
 from torch_bridge.lower.query_blocks import ROWS, blocks_of, by_queries, kept_scores
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import sum_dtype
@@ -39,6 +39,7 @@ def attention(
     enable_gqa: bool = False,
     key: Any = None,
     mask_sizes: Sequence[Any] = (),
+    mask_padding: Any = None,
 ) -> jax.Array:
     """softmax(q k^T scale + mask) v, over the last two dims.
 
@@ -48,6 +49,8 @@ def attention(
     A sequence that a plan divides is exchanged. In programs for GPUs it is cuDNN's kernel where
     that applies, else products and a softmax, of long sequences with dropout by blocks of queries.
     On CPUs those are faster than `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
+    Of rows that were declared to end in their padding the kernel takes the lengths; one that does
+    not is NaN, on every device.
     """
     # PyTorch takes one dtype only. A step in half precision may still bring others: float32 angles
     # have widened what they turn. In torch the module had cast it back.
@@ -55,14 +58,46 @@ def attention(
     q, k, v = (cast(x, dtype) for x in (query, key_, value))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     shape = (*q.shape[:-1], k.shape[-2])
-    attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal, shape)
-    if dropout_p == 0.0:
-        found = exchanged_attention(q, k, v, pattern, scale) if attn_mask is None else None
-        if found is None:
-            found = fused_attention(q, k, v, pattern, scale, attn_mask)
-        if found is not None:
-            return found
-    groups = q.shape[-3] // k.shape[-3] if enable_gqa and q.ndim > 2 else 1
+    reads = mask_sizes if mask_padding is None else (*mask_sizes, mask_padding)
+    mask = _read_mask(attn_mask, reads, is_causal, shape)
+    out = None if dropout_p else _by_kernel(q, k, v, mask, scale)
+    if out is None:
+        groups = q.shape[-3] // k.shape[-3] if enable_gqa and q.ndim > 2 else 1
+        out = _by_products(q, k, v, mask, scale, dropout_p, groups, key)
+    if mask.rows is None:
+        return out
+    right = jnp.reshape(mask.rows.right, (-1, *(1 for _ in shape[1:])))
+    return out * jnp.where(right, 1.0, jnp.nan).astype(out.dtype)  # gradients are NaN, too
+
+
+class _Mask(NamedTuple):
+    """What hides keys: an array, and besides it a pattern.
+
+    With `rows` the array is all of it, and they say the same.
+    """
+
+    array: Any
+    pattern: Pattern
+    rows: EndedRows | None = None
+
+
+def _by_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: _Mask, scale: float
+) -> jax.Array | None:
+    """Attention that an exchange or cuDNN computes, where one can."""
+    out = None
+    if mask.rows is not None:
+        out = fused_attention(q, k, v, mask.rows.pattern, scale, lengths=mask.rows.lengths)
+    elif mask.array is None:
+        out = exchanged_attention(q, k, v, mask.pattern, scale)
+    return fused_attention(q, k, v, mask.pattern, scale, mask.array) if out is None else out
+
+
+def _by_products(
+    q: jax.Array, k: jax.Array, v: jax.Array, given: _Mask, scale: float, dropout_p: float,
+    groups: int, key: Any,
+) -> jax.Array:  # fmt: skip
+    """Attention as two products and a softmax."""
     if groups > 1:  # head h reads key head h // groups
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))
         k, v = jnp.expand_dims(k, -3), jnp.expand_dims(v, -3)
@@ -71,29 +106,29 @@ def attention(
     def attend(q: jax.Array, mask: Any, block: Any) -> jax.Array:
         scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32) * scale
         weights, total = _weights(
-            _masked(scores, mask, pattern, groups, 0 if block is None else block * ROWS)
+            _masked(scores, mask, given.pattern, groups, 0 if block is None else block * ROWS)
         )
         if dropout_p > 0.0:
             kept = kept_scores(key, dropout_p, weights.shape, blocks, block)
             weights = jnp.where(kept, weights / ((1.0 - dropout_p) or 1.0), 0.0)
         return _sums(weights, total, v)
 
-    out = by_queries(attend, blocks, q, attn_mask)
+    out = by_queries(attend, blocks, q, given.array)
     if groups > 1:
         out = jnp.reshape(out, (*out.shape[:-4], -1, *out.shape[-2:]))
     return out
 
 
-def _read_mask(
-    mask: Any, sizes: Sequence[Any], is_causal: bool, scores: Sequence[int]
-) -> tuple[Any, Pattern]:
-    """What is an array of a mask for `scores` of this shape, and what is not."""
-    if not isinstance(mask, SizeMask):
-        return mask, Pattern(is_causal)
-    found = mask.pattern(sizes, scores)
-    if found is None or is_causal:
-        return mask.array(sizes), Pattern(is_causal)
-    return None, found
+def _read_mask(mask: Any, reads: Sequence[Any], is_causal: bool, scores: Sequence[int]) -> _Mask:
+    """What hides keys from scores of this shape; `reads` is what the mask is computed of."""
+    if not isinstance(mask, ComputedMask):
+        return _Mask(mask, Pattern(is_causal))
+    found = None if is_causal else mask.pattern(reads[: len(mask.sizes)], scores)
+    if found is not None and mask.padding is None:
+        return _Mask(None, found)
+    whole = mask.array(reads)
+    rows = None if found is None else rows_of(whole, found, scores)
+    return _Mask(whole, Pattern(is_causal), rows)
 
 
 def _contract(x: jax.Array, y: Any, dtype: Any) -> jax.Array:

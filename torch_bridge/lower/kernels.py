@@ -38,14 +38,16 @@ def exchanged_attention(
 
 
 def fused_attention(
-    query: Any, key: Any, value: Any, pattern: Pattern, scale: float, mask: Any = None
-) -> jax.Array | None:
+    query: Any, key: Any, value: Any, pattern: Pattern, scale: float, mask: Any = None,
+    lengths: Any = None,
+) -> jax.Array | None:  # fmt: skip
     """Attention by cuDNN, where the program that is traced is for a GPU and cuDNN can do it.
 
     Args:
         query, key, value, pattern, scale: as for `exchanged_attention`.
         mask: which keys are seen besides, or what is added to scores, as PyTorch takes it: for all
             heads, or for each (a bias).
+        lengths: int32 `(B)`, of each row's keys, where others are seen by nothing.
 
     Returns:
         `(B, H, T, E)`, or None.
@@ -57,7 +59,8 @@ def fused_attention(
             return None
         own = (*[1] * (4 - mask.ndim), *mask.shape)[:2]  # of rows and heads
         mask = jnp.broadcast_to(mask, (*own, query.shape[-2], key.shape[-2]))
-    return _heads_last(cudnn.fused_attention, query, key, value, pattern, scale=scale, mask=mask)
+    more = {"scale": scale, "mask": mask, "lengths": lengths}
+    return _heads_last(cudnn.fused_attention, query, key, value, pattern, **more)
 
 
 def _heads_last(

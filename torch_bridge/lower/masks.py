@@ -1,9 +1,12 @@
-"""Attention masks that depend on sizes only, recognised as what they are when JAX traces.
+"""Attention masks that are computed from sizes, recognised as what they are when JAX traces.
 
 transformers computes the mask of every call from `arange`s. Sizes are plain numbers while JAX
 traces, so such a mask is computed there, once, by PyTorch's own operators, and compared with what a
 fused attention kernel knows by itself: nothing hidden, causal, causal within a window. It is then
 no array at all, and blocks need not hand it on.
+
+Where rows were declared to end in their padding (`convert(padding_side="right")`), a mask may read
+what says so, too: it is then a pattern and the length of each row.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
@@ -60,16 +66,56 @@ class MaskOp:
     kwargs: dict[str, Any]
 
 
-class SizeMask:
-    """A mask as a function of sizes.
+@dataclass(frozen=True)
+class Padding:
+    """What a mask reads to know which positions are padding: an argument of the module.
+
+    Args:
+        name: of the argument in the graph.
+        ndim: 2 for `(B, S)`, a value for each position; 1 for `(B)`, the rows' lengths.
+        dtype: as the module takes it.
+    """
+
+    name: str
+    ndim: int
+    dtype: torch.dtype
+
+    def of_none(self, rows: int, keys: int) -> Iterator[torch.Tensor]:
+        """What it may be where nothing is padding, the likelier first."""
+        if self.ndim == 1:
+            yield torch.full((1,), keys, dtype=self.dtype).expand(rows)
+        else:
+            for value in (1, 0):
+                yield torch.full((1, 1), value, dtype=self.dtype).expand(rows, keys)
+
+
+class EndedRows(NamedTuple):
+    """What a mask is for rows that end in their padding.
+
+    Args:
+        pattern: where nothing is padding.
+        lengths: int32 `(B)`, how many keys of a row are none.
+        right: bool `(B)`, whether the row's mask is what these two say.
+    """
+
+    pattern: Pattern
+    lengths: jax.Array
+    right: jax.Array
+
+
+class ComputedMask:
+    """A mask as a function of sizes, and perhaps of what says which positions are padding.
 
     Args:
         ops: what computes it, in order; the last one gives it.
         sizes: names of the sizes that the ops read.
+        padding: the array that they read.
     """
 
-    def __init__(self, ops: Sequence[MaskOp], sizes: Sequence[str]) -> None:
-        self.ops, self.sizes = tuple(ops), tuple(sizes)
+    def __init__(
+        self, ops: Sequence[MaskOp], sizes: Sequence[str], padding: Padding | None = None
+    ) -> None:
+        self.ops, self.sizes, self.padding = tuple(ops), tuple(sizes), padding
         self._patterns: dict[tuple[Any, ...], Pattern | None] = {}
 
     def __repr__(self) -> str:
@@ -78,7 +124,7 @@ class SizeMask:
 
     @cached_property
     def _text(self) -> str:
-        number = {name: f"%{n}" for n, name in enumerate(self.sizes)}
+        number = {name: f"%{n}" for n, name in enumerate(self._given)}
         lines = []
         for op in self.ops:
             named = {name: number[name] for name in refs((op.args, op.kwargs))}
@@ -86,8 +132,14 @@ class SizeMask:
             number[op.name] = f"%{len(number)}"
         return "; ".join(lines)
 
+    @cached_property
+    def _given(self) -> tuple[str, ...]:
+        return self.sizes if self.padding is None else (*self.sizes, self.padding.name)
+
     def pattern(self, sizes: Sequence[Any], scores: Sequence[int]) -> Pattern | None:
         """What it is for these sizes, or None if it is none of the known patterns.
+
+        Of a mask that depends on padding: what it is where nothing is padding.
 
         Args:
             sizes: values of `self.sizes`.
@@ -95,20 +147,26 @@ class SizeMask:
         """
         key = tuple(sizes), tuple(scores)
         if key not in self._patterns:
-            mask, shape = self._in_torch(key[0]), torch.Size(scores)
-            fits = torch.broadcast_shapes(mask.shape, shape) == shape
-            self._patterns[key] = pattern_of(mask.expand(shape)) if fits else None
+            rows, keys = scores[0], scores[-1]
+            given = [()] if self.padding is None else zip(self.padding.of_none(rows, keys))
+            found = (self._pattern((*key[0], *more), torch.Size(scores)) for more in given)
+            self._patterns[key] = next((one for one in found if one is not None), None)
         return self._patterns[key]
 
-    def array(self, sizes: Sequence[Any]) -> Any:
-        """The mask, computed in JAX."""
-        values = dict(zip(self.sizes, sizes, strict=True))
+    def _pattern(self, given: Sequence[Any], scores: torch.Size) -> Pattern | None:
+        mask = self._in_torch(given)
+        fits = torch.broadcast_shapes(mask.shape, scores) == scores
+        return pattern_of(mask.expand(scores)) if fits else None
+
+    def array(self, given: Sequence[Any]) -> Any:
+        """The mask, computed in JAX of sizes and what says which positions are padding."""
+        values = dict(zip(self._given, given, strict=True))
         for op in self.ops:
             values[op.name] = op.fn(*fill(op.args, values), **fill(op.kwargs, values))
         return values[self.ops[-1].name]
 
-    def _in_torch(self, sizes: Sequence[Any]) -> torch.Tensor:
-        values = dict(zip(self.sizes, sizes, strict=True))
+    def _in_torch(self, given: Sequence[Any]) -> torch.Tensor:
+        values = dict(zip(self._given, given, strict=True))
         last = {name: op for op in self.ops for name in refs((op.args, op.kwargs))}
         with torch.no_grad():
             for op in self.ops:
@@ -155,38 +213,95 @@ def pattern_of(mask: torch.Tensor) -> Pattern | None:
     return Pattern(causal=True, window=window)
 
 
-class Folded(NamedTuple):
-    """An attention's mask as a function of sizes, and what the attention then reads."""
+def rows_of(mask: Any, pattern: Pattern, scores: Sequence[int]) -> EndedRows | None:
+    """Of a mask that is this pattern where nothing is padding, the rows' lengths.
 
-    mask: SizeMask
+    Every value is compared, and none is stored: a row with anything but the pattern, and padding
+    at its right end, is not `right`.
+
+    Args:
+        mask: True, or 0 if it is added to scores, where a key is seen.
+        pattern: what it is where nothing is padding.
+        scores: the shape `(B, H, T, S)` of what it masks.
+    """
+    if len(scores) != 4 or mask.ndim != 4:
+        return None
+    rows, _, queries, keys = scores
+    mask = jnp.broadcast_to(mask, (rows, *mask.shape[1:3], keys))
+    seen = mask if mask.dtype == bool else mask == 0
+    known = seen | (~seen if mask.dtype == bool else mask <= _HIDDEN)
+    # The query at its own place sees a key, if any does.
+    lengths = jnp.sum(jnp.any(seen, axis=(1, 2)), axis=-1, dtype=np.int32)
+    query = jax.lax.broadcasted_iota(np.int32, (queries, 1), 0)
+    key = jax.lax.broadcasted_iota(np.int32, (1, keys), 1)
+    expected = key < lengths[:, None, None, None]
+    if pattern.causal:
+        expected &= key <= query
+    if pattern.window is not None:
+        expected &= key > query - pattern.window
+    return EndedRows(pattern, lengths, jnp.all((seen == expected) & known, axis=(1, 2, 3)))
+
+
+class Folded(NamedTuple):
+    """An attention's mask as a function, and what the attention then reads."""
+
+    mask: ComputedMask
     reads: tuple[torch.fx.Node, ...]
 
 
-def size_masks(
-    program: torch.export.ExportedProgram, resolve: Callable[[torch.fx.Node], Callable[..., Any]]
+def computed_masks(
+    program: torch.export.ExportedProgram,
+    resolve: Callable[[torch.fx.Node], Callable[..., Any]],
+    padded: bool = False,
 ) -> dict[torch.fx.Node, Folded]:
     """The mask of each attention in a graph, where it depends on sizes only.
 
     Args:
         program: the decomposed program.
         resolve: the JAX function of a node.
+        padded: whether it may depend on an argument, too, that says where rows end.
     """
-    fixed: dict[torch.fx.Node, bool] = {}
+    reads: dict[torch.fx.Node, frozenset[torch.fx.Node] | None] = {}
+    arguments = set(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
-        fixed[node] = _is_size(node) or (
-            _is_deterministic(node) and all(fixed[n] for n in node.all_input_nodes)
-        )
-    made: dict[torch.fx.Node, tuple[SizeMask, tuple[torch.fx.Node, ...]]] = {}
+        if padded and _may_say_padding(node, arguments):
+            reads[node] = frozenset([node])
+        else:
+            reads[node] = _read(node, reads)
+    made: dict[torch.fx.Node, Folded] = {}
     found: dict[torch.fx.Node, Folded] = {}
     for node in program.graph.nodes:
         mask = _mask_of(node)
-        if mask is not None and fixed[mask]:
+        read = None if mask is None else reads[mask]
+        if mask is not None and read is not None and len(read) <= 1:
             if mask not in made:
-                made[mask] = _size_mask(mask, resolve)
-            folded, sizes = made[mask]
+                made[mask] = _computed_mask(mask, resolve, read)
             others = (given for given in node.all_input_nodes if given is not mask)
-            found[node] = Folded(folded, (*others, *sizes))
+            found[node] = made[mask]._replace(reads=(*others, *made[mask].reads))
     return found
+
+
+def _read(
+    node: torch.fx.Node, reads: dict[torch.fx.Node, frozenset[torch.fx.Node] | None]
+) -> frozenset[torch.fx.Node] | None:
+    """The arguments that a node depends on besides sizes, or None: on something else, too."""
+    if _is_size(node):
+        return frozenset()
+    of = [reads[n] for n in node.all_input_nodes]
+    if not _is_deterministic(node) or any(one is None for one in of):
+        return None
+    return frozenset().union(*(one for one in of if one is not None))
+
+
+def _may_say_padding(node: torch.fx.Node, arguments: set[Any]) -> bool:
+    """Whether a node is an argument with a value for each position, or the length of each row."""
+    given = node.meta.get("val")
+    return (
+        node.op == "placeholder"
+        and node.name in arguments
+        and isinstance(given, torch.Tensor)
+        and (given.ndim == 2 or (given.ndim == 1 and not given.dtype.is_floating_point))
+    )
 
 
 def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -197,10 +312,12 @@ def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
     return mask if isinstance(mask, torch.fx.Node) else None
 
 
-def _size_mask(
-    mask: torch.fx.Node, resolve: Callable[[torch.fx.Node], Callable[..., Any]]
-) -> tuple[SizeMask, tuple[torch.fx.Node, ...]]:
-    """The mask, and the nodes of the sizes that it reads."""
+def _computed_mask(
+    mask: torch.fx.Node,
+    resolve: Callable[[torch.fx.Node], Callable[..., Any]],
+    read: frozenset[torch.fx.Node],
+) -> Folded:
+    """The mask, and the nodes of the sizes and of the argument that it reads."""
     ops: dict[torch.fx.Node, MaskOp] = {}
     sizes: dict[torch.fx.Node, None] = {}
     ancestors = {mask}
@@ -210,10 +327,12 @@ def _size_mask(
     for node in mask.graph.nodes:
         if node in ancestors and _is_size(node):
             sizes[node] = None
-        elif node in ancestors:
+        elif node in ancestors and node not in read:
             args, kwargs = template_of(node.args, _on_host), template_of(node.kwargs, _on_host)
             ops[node] = MaskOp(node.name, node.target, resolve(node), args, kwargs)
-    return SizeMask(tuple(ops.values()), tuple(n.name for n in sizes)), tuple(sizes)
+    given = [Padding(n.name, n.meta["val"].ndim, n.meta["val"].dtype) for n in read]
+    folded = ComputedMask(tuple(ops.values()), tuple(n.name for n in sizes), *given)
+    return Folded(folded, (*sizes, *read))
 
 
 def _on_host(value: Any) -> Any:

@@ -57,17 +57,19 @@ class CallForm:
     positional: tuple[str, ...]
     keyword: tuple[str, ...]
     spec: torch_pytree.TreeSpec
+    padded: bool = False  # rows were declared to end in their padding
 
     @classmethod
     def of(
-        cls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: Any
-    ) -> CallForm:
+        cls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: Any,
+        padded: bool = False,
+    ) -> CallForm:  # fmt: skip
         """The form of an example call that `torch.export` has flattened to `spec`."""
         signature = inspect.signature(module.forward)
         names = list(_named(signature, bind(signature, args, kwargs)))
         by_position = [n for n in names if n not in kwargs][: len(args)]
         keyword = tuple(_children(spec)[1].context)
-        return cls(signature, tuple(by_position), keyword, spec)
+        return cls(signature, tuple(by_position), keyword, spec, padded)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The leaves of a call, each with its path, in the order of the exported graph."""
