@@ -19,7 +19,7 @@ from torch_bridge.dtypes import is_float
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.export.reach import reached_params
 from torch_bridge.export.stand_ins.capacity import counts
-from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
+from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss, of_output
 from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
@@ -30,6 +30,7 @@ from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.loss_call import FindCall, NotOneCallError, find_call, predicted
+from torch_bridge.structure.programs import Programs
 from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.stacked_names import Names
 from torch_bridge.structure.unread import may_be_unread
@@ -229,13 +230,24 @@ class Converted(Printed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output in eval mode, with its initial values; for trained ones see `apply`.
 
+        Other shapes are another program, compiled when they first come.
+
         Example:
             >>> import jax, torch
             >>> from torch_bridge import convert
             >>> convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))(torch.zeros(5, 3)).shape
             (5, 2)
         """
-        return self.apply(self.params, self.buffers, *args, **kwargs).output
+        call = self._graphs.call(False, args, kwargs)
+        leaves = self._programs.run(self._evaluated, call, self.params, self.buffers)
+        return build_output(call.mode.out_spec, leaves)
+
+    def _evaluated(self, call: Call, params: Arrays, buffers: Arrays) -> list[Any]:
+        return self._run(call, params, buffers, None, False)[0]
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs()
 
     def by_name(self, tree: Any) -> dict[str, Any]:
         """Params or buffers of a state under the `state_dict` names of the module's own leaves."""
@@ -467,22 +479,6 @@ class Converted(Printed):
         params = self.trained(self._params)
         graphs, shard = self._graphs, self.parallel.shard
         return Chain(graphs, params, self._buffers, self.names, self.frozen, same or {}, shard)
-
-
-def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A loss of the output as one that calls `forward`."""
-
-    def called(forward: Callable[..., Any], batch: Any) -> Any:
-        given = inputs(batch)
-        if isinstance(given, Mapping):
-            return loss(forward(**given), batch)
-        if not isinstance(given, tuple):
-            return loss(forward(given), batch)
-        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
-            return loss(forward(*given[0], **given[1]), batch)
-        return loss(forward(*given), batch)
-
-    return called
 
 
 def _predicting(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -158,3 +158,19 @@ def module_loss(output: Any, batch: Any) -> Any:
             " labels in the example and in each batch, or a loss of the output"
         )
     return found
+
+
+def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A loss of the output as one that calls `forward`."""
+
+    def called(forward: Callable[..., Any], batch: Any) -> Any:
+        given = inputs(batch)
+        if isinstance(given, Mapping):
+            return loss(forward(**given), batch)
+        if not isinstance(given, tuple):
+            return loss(forward(given), batch)
+        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
+            return loss(forward(*given[0], **given[1]), batch)
+        return loss(forward(*given), batch)
+
+    return called

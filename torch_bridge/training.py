@@ -25,11 +25,11 @@ from fzero.step import train_step
 from fzero.step.rows_apart import looked_at
 from fzero.tree import named_leaves
 from torch_bridge.convert import convert
-from torch_bridge.converted import Converted, of_output
+from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.export.watch.counts import LOSS, moved, of_loss, reachable
 from torch_bridge.export.watch.forward import HARMLESS
-from torch_bridge.losses import called_with_batch, module_loss
+from torch_bridge.losses import called_with_batch, module_loss, of_output
 from torch_bridge.mean_loss import require_mean
 from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch

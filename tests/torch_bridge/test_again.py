@@ -482,7 +482,11 @@ def test_the_default_dtype_is_that_of_the_conversion(other_dtype: torch.dtype) -
     for one in (x, x[:1]):
         found = converted(one)
         assert str(found.dtype) == str(want.dtype).removeprefix("torch.")
-        np.testing.assert_array_equal(np.asarray(found, np.float32), want[: len(one)].float())
+        # A compiled program may leave a rounding to 16 bits out.
+        last = float(torch.finfo(want.dtype).eps) if want.dtype.itemsize == 2 else 0
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32), want[: len(one)].float(), rtol=last
+        )
 
 
 def test_whole_numbers_of_another_default_dtype_are_refused(other_dtype: torch.dtype) -> None:

@@ -220,3 +220,30 @@ def test_counts_over_devices_are_added_where_one_says_so(layers: int, name: str)
         fitted(fz.Plan(), None)
     with pytest.raises(fz.ConversionError, match=r"names 'of', which is no buffer"):
         fitted(ONE, {"of": "sum"})
+
+
+class WithSizes(nn.Module):
+    """Gives arrays, and what is none: a size, a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"out": self.linear(x), "rows": x.shape[0], "kind": "linear", "none": None}
+
+
+def test_a_call_is_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = WithSizes()
+    converted, traced = tb.convert(module, torch.randn(4, 3), train=False), []
+    run = tb.Converted._run
+    monkeypatch.setattr(tb.Converted, "_run", lambda *args: traced.append(1) or run(*args))
+    for rows, times in ((4, 1), (5, 2), (4, 2), (5, 2), (1, 3), (1, 3)):
+        x = torch.randn(rows, 3)
+        found, want = converted(x), module(x)
+        np.testing.assert_allclose(found.pop("out"), want.pop("out").detach(), rtol=1e-5)
+        assert found == want
+        assert len(traced) == times
+    x = jnp.ones((4, 3))
+    slope = jax.jit(jax.grad(lambda x: converted(x)["out"].sum()))(x)
+    np.testing.assert_allclose(slope[0], module.linear.weight.detach().sum(0), rtol=1e-5)

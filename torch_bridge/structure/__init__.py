@@ -4,6 +4,6 @@
   compares the blocks of one graph by their `forms`; `stacked_names` names the leaves.
 - `chain` makes links of it and of a loss (`loss_call`, `heads`); `calls` are those of a forward
   in a loss, `unread` the parameters that only outputs read.
-- `retrace`: other sizes and dtypes than the example's. `divide`, `flow`, `flow_rules`: what may
-  lie along `tensor` or `expert`.
+- `programs`: calls outside of `jax.jit`. `retrace`: other sizes and dtypes than the example's.
+- `divide`, `flow`, `flow_rules`: what may lie along `tensor` or `expert`.
 """
