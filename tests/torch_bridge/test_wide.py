@@ -178,6 +178,11 @@ def test_gradients_beside_float64_are_right_and_through_it_refused() -> None:
     through = tb.convert(module, x, True)
     with pytest.raises(ConversionError, match=r"goes through float64, in \(root\) .*test_wide"):
         jax.grad(lambda p: total(p, through, True))(converted.params)
+    # An operator that widens by itself, differentiated as a step does: once it is a program.
+    inside = tb.convert(Fn(lambda x: x.softmax(0, dtype=torch.float64).float()), x, train=False)
+    for way in (jax.jit, jax.checkpoint):
+        with pytest.raises(ConversionError, match=r"goes through float64, in \(root\) .*test_wide"):
+            jax.grad(way(lambda x: jnp.sum(inside(x))))(x.numpy())
 
 
 def test_float64_that_was_cut_is_refused_by_name_and_line() -> None:

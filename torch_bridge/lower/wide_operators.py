@@ -20,7 +20,8 @@ class Wide:
 
     Attributes:
         fn: its lowering.
-        takes: for each leaf of its arguments the 64-bit dtype that PyTorch has there, or None.
+        takes: for each leaf of its arguments the dtype that PyTorch has there, where that is of 64
+            bits, or where a gradient of float64 would go to it; else None.
         keeps: for each leaf of its result whether it stays in 64 bits; others fit into 32.
         taught: whether a gradient may go through it.
         where: its module and line, for messages.
@@ -50,7 +51,7 @@ class Wide:
     def _widened(self, x: Any, dtype: str | None) -> Any:
         if dtype is None or not hasattr(x, "dtype"):
             return x
-        if np.dtype(dtype).kind in "fc":
+        if np.dtype(dtype).kind not in "iu":
             x = jnp.asarray(x)
             same = _no_gradient(x, self.where) if self.taught else jax.lax.stop_gradient(x)
             return same.astype(dtype)

@@ -45,6 +45,7 @@ _GROWN = 2**36  # what is added to it now and then stays below
 _INDEXING = ("aten.embedding", "aten.gather", "aten.index", "aten.scatter", "aten.take",
              "aten.one_hot", "aten.nll_loss", "aten.cross_entropy", "aten.put")  # fmt: skip
 _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+_NARROW_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 _WHOLE = (torch.int64, torch.uint64)
 # Operators that compute with a number beside whole numbers.
 _ARITHMETIC = frozenset((
@@ -92,7 +93,13 @@ class Ranges:
         leaves = [dtypes.get(x.name) if isinstance(x, Ref) else None for x in
                   jax.tree.leaves(template)]  # fmt: skip
         keeps = tuple(keep and node in self.wide for keep in self.keeps(node))
-        return Wide(fn, tuple(map(_wide_dtype, leaves)), keeps, node in self.taught, where)
+        # A gradient is refused at what float64 is made of, and not within: there, a step that
+        # differentiates has left the 64 bits behind.
+        made = any(_dtype(x) in WIDE_FLOATS for x in _leaves(node.meta.get("val")))
+        known = _WIDE + _NARROW_FLOATS if made and node in self.taught else _WIDE
+        kinds = (_dtype(x) for x in leaves)
+        takes = tuple(numpy_dtype(kind).name if kind in known else None for kind in kinds)
+        return Wide(fn, takes, keeps, node in self.taught, where)
 
     def keeps(self, node: torch.fx.Node) -> tuple[bool, ...]:
         """For each tensor of a node's result, whether it is held in 64 bits."""
@@ -289,12 +296,11 @@ def _with_large_number(node: torch.fx.Node) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype in _WHOLE for x in values)
 
 
-def _wide_dtype(value: Any) -> str | None:
-    wide = isinstance(value, torch.Tensor) and value.dtype in _WIDE
-    return numpy_dtype(value.dtype).name if wide else None
+def _dtype(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _is_wide(value: Any, known: Range) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
+    if _dtype(value) not in _WIDE:
         return False
     return value.dtype in WIDE_FLOATS or known[0] < INT32[0] or known[1] > INT32[1]
