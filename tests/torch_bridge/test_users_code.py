@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 from typing import Any
 
@@ -82,6 +83,34 @@ def test_caches_of_python_are_computed_anew(where: str, warm: bool) -> None:
 def test_random_numbers_that_python_keeps_are_refused() -> None:
     with pytest.raises(ConversionError, match=r"noise` draws random numbers \(randn\)"):
         tb.convert(Caches("noise"), torch.randn(2, 5, 4))
+
+
+class Seldom(nn.Linear):
+    def __init__(self, numpy: bool, rate: float) -> None:
+        super().__init__(3, 3)
+        self.numpy, self.rate = numpy, rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw = np.random.uniform() if self.numpy else random.random()
+        return x if draw < self.rate else super().forward(x)
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("rate", [0.001, 0.999])
+def test_what_a_forward_does_at_random_one_time_in_a_thousand_is_refused(
+    numpy: bool, rate: float
+) -> None:
+    x = torch.randn(4, 3)
+    with pytest.raises(ConversionError, match="Python's `random` or numpy"):
+        tb.convert(Seldom(numpy, rate), x, train=False)
+    drawn = Seldom(numpy, 0.0)  # and nothing depends on it
+    want = drawn(x).detach().numpy()
+    before = (random.getstate(), np.random.get_state()[1].tolist())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tb.PythonStateWarning)
+        converted = tb.convert(drawn, x, train=False)
+    np.testing.assert_allclose(converted(x), want, rtol=2e-5, atol=1e-6)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 class KeepsAttributes(nn.Module):

@@ -43,6 +43,7 @@ from torch_bridge.export.watch.attribute_caches import (
     returned_as_well,
 )
 from torch_bridge.export.watch.constants import refuse_nameless
+from torch_bridge.export.watch.draws import Draws, set_draws
 from torch_bridge.export.watch.forward import (
     PythonState,
     PythonStateWarning,
@@ -244,7 +245,8 @@ def _export_pure(
 
     The forward is traced a second time, in the state that the first one left. Whatever it depends
     on and changes itself (an attribute, a counter in some object, an iterator, a global, numbers
-    from `random` or numpy) then gives another graph.
+    from `random` or numpy) then gives another graph. A forward that drew such numbers is traced
+    with the smallest and the largest ones as well: what it does one time in ten is seen, too.
     """
     before, (batch_dim, free) = PythonState(module), sizes
     try:
@@ -272,6 +274,9 @@ def _export_pure(
                 later = _require_same(module, inputs, mode, batch_dim, trace, others, drew)
                 warn_of_caches(caches)
             warn_of_counts(before.counted(after, later or after))
+        for draws in Draws if drew else ():
+            set_draws(draws)
+            _require_same(module, inputs, mode, batch_dim, trace, drew=True)
     finally:
         before.restore_random()
     return trace
