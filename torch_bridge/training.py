@@ -293,6 +293,11 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
 
     A subclass of its own class, so that names and attributes stay.
     """
+    if not callable(loss):
+        raise ConversionError(
+            f"fit: loss={loss!r:.60}: expected a function or module that is called with what the"
+            ' module gives and the last part of a batch, or "module", which returns its own loss'
+        )
     own = type(module)
     if "forward" in vars(module):
         raise ConversionError(

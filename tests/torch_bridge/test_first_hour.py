@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,18 @@ def test_a_call_is_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
     x = jnp.ones((4, 3))
     slope = jax.jit(jax.grad(lambda x: converted(x)["out"].sum()))(x)
     np.testing.assert_allclose(slope[0], module.linear.weight.detach().sum(0), rtol=1e-5)
+
+
+def test_roundings_of_16_bits_are_no_rows_that_count_differently() -> None:
+    module, labels = nn.Linear(4, 3).bfloat16(), torch.arange(16) * 7 % 5 % 3
+    sgd, x = torch.optim.SGD(module.parameters(), lr=0.1), torch.ones(16, 4).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tb.fit(module, [(x, labels)], nn.CrossEntropyLoss(), optimizer=sgd)
+
+
+def test_a_loss_that_is_no_function_is_refused_before_a_module_is_traced() -> None:
+    module = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(fz.ConversionError, match=r"fit: loss='mse': expected a function or module"):
+        tb.fit(module, [(torch.ones(8, 4), torch.ones(8, 3))], "mse", optimizer=sgd)

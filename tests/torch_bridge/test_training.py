@@ -394,6 +394,8 @@ def test_what_is_changed_on_the_way_is_said_and_a_loss_for_each_row_refused() ->
         (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0, 1.0])), torch.arange(16) // 6, True),
         (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.5, 2.0])), torch.arange(16) % 3, True),
         (nn.functional.cross_entropy, torch.rand(16, 3), False),
+        # Both means are nearly one: 1.23928 and 1.23921.
+        (nn.CrossEntropyLoss(torch.tensor([1, 2, 0.5])), torch.arange(16) * 13 % 23 % 3, True),
     ],
 )
 def test_rows_that_count_differently_are_said(loss: Any, labels: Any, said: bool) -> None:
