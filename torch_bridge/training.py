@@ -402,7 +402,9 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
     wrong = [n for n, v in values.items() if n not in tensors or not _fits(v, tensors[n])]
     if wrong:
         raise CheckpointError(
-            f"load_into: the module has no such tensors, or of other shapes: {wrong[:8]}"
+            f"load_into: the module has no such tensors, or of other shapes: {wrong[:8]}. It is not"
+            " the one that was converted; a state of tb.sequential goes back with"
+            " module.load_state_dict(tb.state_dict(chain, state))"
         )
     _refuse_others(values, tensors)
     with torch.no_grad():

@@ -149,3 +149,30 @@ def test_a_mixtral_s_gate_chooses_as_in_float32():
     assert exact == 0
     assert kept < 0.03
     assert rounded > 3 * kept
+
+
+class Attends(torch.nn.Module):
+    """Adds a mask of its own dtype, float32, which PyTorch does not add to 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        return self.scores(x, x, x, attn_mask=mask)[0]
+
+
+def test_dtypes_that_pytorch_does_not_mix_are_refused_with_a_remedy_that_holds():
+    torch.manual_seed(0)
+    module, x = Attends(), torch.randn(2, 5, 8)
+    converted = tb.convert(module, x)
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch) ** 2))
+    half = {name: jnp.asarray(value, jnp.bfloat16) for name, value in converted.params.items()}
+    with pytest.raises(fz.ConversionError, match=r"in these dtypes: cast.*keep_fp32=") as refused:
+        converted.apply(half, {}, x.numpy(), train=True)
+    assert "train=False" not in str(refused.value)
+    plan = fz.Plan(precision="bf16", data=1, keep_fp32=("scores",))
+    loss = fz.eval_step(model, plan)(fz.init(model, None, plan), x.numpy())["loss"]
+    want = module.eval()(x.bfloat16().float()).square().mean().item()
+    assert abs(float(loss) - want) < 1e-2 * want

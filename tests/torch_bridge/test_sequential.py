@@ -482,3 +482,16 @@ def test_a_buffer_that_is_another_modules_parameter_is_refused() -> None:
         linear.requires_grad_(learns)
         with pytest.raises(ConversionError, match=said):
             tb.sequential([linear, Masked(linear.weight.data)], torch.ones(4, 4))
+
+
+def test_a_state_of_a_chain_goes_back_as_the_refusal_says() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    chain = tb.sequential(module, torch.ones(2, 3), loss=lambda y, _: jnp.mean(y))
+    state = fz.init(chain.model, None, fz.Plan(data=1))
+    with pytest.raises(fz.CheckpointError, match=r"load_state_dict\(tb.state_dict\(chain, state"):
+        tb.load_into(module, state)
+    want = module[1].weight.detach().clone()
+    with torch.no_grad():
+        module[1].weight.zero_()
+    module.load_state_dict(tb.state_dict(chain, state))
+    assert torch.equal(module[1].weight, want)

@@ -448,7 +448,7 @@ def _explain(
     hint = remedy_of_trace(str(error), failing_call(error))
     if args and len(args) == 1 and isinstance(args[0], tuple):  # as torch.export.export takes them
         hint += " Arguments of the example come one by one: tb.convert(module, *example)."
-    elif mode == "train":  # which may draw what eval mode does not, or check its values
+    elif mode == "train" and "dtypes" not in hint:  # it may draw, or check values, as eval does not
         hint += " For a model that is only evaluated: tb.convert(..., train=False)."
     said = f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint.strip()}"
     return said.rstrip() + _where(error, module)

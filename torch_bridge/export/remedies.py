@@ -78,6 +78,17 @@ _DEVICES = (
     ' x.to(device); to that of a module without values, x.to("meta").'
 )
 
+# What PyTorch says of dtypes that it does not compute in, or not together.
+_OF_DTYPES = re.compile(
+    r"[Uu]nsupported dtype|same dtype|dtypes must be the same|expected scalar type|not implemented"
+    r" for '(BFloat16|Half)'"
+)
+_DTYPES = (
+    "PyTorch does not compute this in these dtypes: cast in the forward (x.float() before it,"
+    " .to(x.dtype) after it), or keep the submodule that computes it in float32,"
+    ' fz.Plan(keep_fp32=("its_name",)).'
+)
+
 
 def remedy(function: str) -> str | None:
     """What to do about a function, or None where nothing is known of it.
@@ -123,6 +134,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         return _CONSTANT
     if "on the same device" in text:
         return _DEVICES
+    if _OF_DTYPES.search(text):
+        return _DTYPES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
     if "jiterator" in text.lower():
         names.insert(0, "jiterator")
