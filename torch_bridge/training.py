@@ -211,7 +211,12 @@ def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
 
 
 def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
-    """Refuse an optimizer that has taken steps, and a scheduler of none."""
+    """Refuse an optimizer that has taken steps, a class of them, and a scheduler of none."""
+    if isinstance(optimizer, type):
+        raise ConversionError(
+            f"fit: the optimizer is the class {optimizer.__name__}: expected one of it, made of the"
+            " module's parameters"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         if scheduler is not None:
             raise ConversionError(
@@ -233,6 +238,8 @@ def _begun(loader: Any, epochs: int) -> Iterator[Any]:
             f"fit: the loader is a {type(loader).__name__}: expected what gives batches, anew for"
             " each epoch, such as a DataLoader or a list; a function of batches has to be called"
         )
+    if epochs < 1:
+        raise ConversionError(f"fit: epochs={epochs}: expected 1 or more")
     batches = iter(loader)
     if epochs > 1 and batches is loader:
         raise ConversionError(
@@ -293,7 +300,7 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
 
     A subclass of its own class, so that names and attributes stay.
     """
-    if not callable(loss):
+    if not callable(loss) or isinstance(loss, type):
         raise ConversionError(
             f"fit: loss={loss!r:.60}: expected a function or module that is called with what the"
             ' module gives and the last part of a batch, or "module", which returns its own loss'

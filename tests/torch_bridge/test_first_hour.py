@@ -258,8 +258,19 @@ def test_roundings_of_16_bits_are_no_rows_that_count_differently() -> None:
         tb.fit(module, [(x, labels)], nn.CrossEntropyLoss(), optimizer=sgd)
 
 
-def test_a_loss_that_is_no_function_is_refused_before_a_module_is_traced() -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss": "mse"}, "loss='mse': expected a function or module"),
+        ({"loss": nn.MSELoss}, "loss=<class.*MSELoss'>: expected a function or module"),
+        ({"optimizer": torch.optim.SGD}, "the optimizer is the class SGD"),
+        ({"epochs": 0}, "epochs=0: expected 1 or more"),
+    ],
+)
+def test_what_is_none_of_its_kind_is_refused_before_a_module_is_traced(
+    given: dict[str, Any], said: str
+) -> None:
     module = nn.Linear(4, 3)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(fz.ConversionError, match=r"fit: loss='mse': expected a function or module"):
-        tb.fit(module, [(torch.ones(8, 4), torch.ones(8, 3))], "mse", optimizer=sgd)
+    right = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    with pytest.raises(fz.ConversionError, match=f"^fit: {said}"):
+        tb.fit(module, [(torch.ones(8, 4), torch.ones(8, 3))], **(right | given))
