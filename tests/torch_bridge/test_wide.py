@@ -15,6 +15,7 @@ from torch import nn
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.lower.reduce import argmax, argmin
 
 
 class Fn(nn.Module):
@@ -471,3 +472,26 @@ def test_64_bits_between_modules_of_a_sequential_are_refused_by_name() -> None:
             lambda ids: chain.model.loss(chain.params, {}, ids, jax.random.key(0), True),
             IDS.numpy().astype(np.int32),
         )
+
+
+def _places(x: torch.Tensor) -> Any:
+    """Where extremes are, among whole numbers that may not fit into 32 bits and in float64."""
+    whole, double = (x * 2.0**40).long(), x.detach().double()
+    found = whole.argmax(1), whole.argmin(), *whole.max(1), *whole.min(0), whole.mode(1)[0]
+    return x, *found, double.argmax(1, keepdim=True), *double.min(1), double.mode(1)[0]
+
+
+def test_places_of_extremes_are_found_in_64_bits_beside_a_gradient() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-1.0, -3.0, -1.0, -3.0], [2.0, 5.0, 2.0, 5.0]])
+    converted = tb.convert(Fn(_places), x, train=False)
+
+    def loss(x: Any) -> Any:
+        first, *found = converted.apply({}, {}, x).output
+        return first.sum(), found
+
+    (_, found), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(x.numpy()))
+    assert (slope == 1).all()
+    for got, want in zip(found, _places(x)[1:], strict=True):
+        np.testing.assert_array_equal(got, want.numpy())
+    assert int(argmax(jnp.asarray([[1.0, np.nan, 9.0, np.nan]]), keepdims=True)[0, 0]) == 1
+    assert int(argmin(np.asarray([3.0, np.nan, -1.0]), axis=-1)) == 1

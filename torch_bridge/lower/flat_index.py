@@ -14,7 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
 from torch_bridge.lower.index import added, written
-from torch_bridge.lower.reduce import number_and_index, value_at
+from torch_bridge.lower.reduce import argmax, number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 
@@ -83,7 +83,7 @@ def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array,
     starts = jnp.concatenate([jnp.ones((*same.shape[:-1], 1), bool), ~same], -1)
     begin = jax.lax.cummax(jnp.where(starts, position, 0), axis=ordered.ndim - 1)
     # At the end of a run its length stands; the first of the longest wins.
-    last = jnp.argmax(position - begin, axis=-1, keepdims=True)
+    last = argmax(position - begin, axis=-1, keepdims=True)
     index = jnp.take_along_axis(order, jnp.moveaxis(last, -1, dim), axis=dim)
     return value_at(x, index, dim, keepdim)
 
@@ -132,7 +132,7 @@ def fractional_max_pool(
     values = jnp.take_along_axis(
         jnp.reshape(x, (*lead, 1, -1)), jnp.reshape(flat, (*lead, 1, -1)), axis=-1
     ).reshape(flat.shape)
-    best = jnp.argmax(jax.lax.stop_gradient(values), axis=-1, keepdims=True)
+    best = argmax(jax.lax.stop_gradient(values), axis=-1, keepdims=True)
     shape = [*lead, *output_size]
     picked = jnp.take_along_axis(values, best, axis=-1).reshape(shape)
     index = jnp.take_along_axis(flat, best, axis=-1).reshape(shape)

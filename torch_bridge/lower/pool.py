@@ -14,6 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.features_last import Last, features, like, over, takes_last
+from torch_bridge.lower.reduce import argmax
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.tangents import sloped
 from torch_bridge.lower.whole_dims import undivided
@@ -182,7 +183,7 @@ def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
 def _best_slices(x: jax.Array, windows: _Windows, *beside: jax.Array) -> tuple[jax.Array, ...]:
     """The largest value of each window, and what stands in its place in other arrays."""
     compared = _window_slices(_above_padding(jax.lax.stop_gradient(x)), windows, _lowest(x))
-    best = jnp.argmax(compared, axis=-1, keepdims=True)
+    best = argmax(compared, axis=-1, keepdims=True)
     given = _window_slices(x, windows, _lowest(x)), *(_window_slices(b, windows, 0) for b in beside)
     return tuple(jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in given)
 
@@ -303,7 +304,7 @@ def _largest(
 ) -> tuple[jax.Array, jax.Array]:
     """The largest value between two ends, and its index."""
     values, where = (jax.lax.slice_in_dim(each, begin, end, axis=axis) for each in (x, index))
-    best = jnp.argmax(jax.lax.stop_gradient(values), axis=axis, keepdims=True)
+    best = argmax(jax.lax.stop_gradient(values), axis=axis, keepdims=True)
     return (
         jnp.take_along_axis(values, best, axis=axis),
         jnp.take_along_axis(where, best, axis=axis),

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
 from torch_bridge.lower.arithmetic import absolute
@@ -64,6 +65,30 @@ def prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = Non
     return jnp.prod(x, axis=axes_of(x, dim), keepdims=keepdim)
 
 
+def argmax(x: jax.Array, axis: int | None = None, keepdims: bool = False) -> jax.Array:
+    """Where the first of the largest values is, NaN before all, in int32."""
+    return _place(x, axis, keepdims, jax.lax.argmax, jnp.max)
+
+
+def argmin(x: jax.Array, axis: int | None = None, keepdims: bool = False) -> jax.Array:
+    """Where the first of the smallest values is, NaN before all, in int32."""
+    return _place(x, axis, keepdims, jax.lax.argmin, jnp.min)
+
+
+def _place(x: jax.Array, axis: int | None, keepdims: bool, where: Any, end: Any) -> jax.Array:
+    if axis is None:
+        found = _place(jnp.ravel(x), 0, False, where, end)
+        return jnp.reshape(found, (1,) * x.ndim) if keepdims else found
+    axis %= x.ndim
+    if x.dtype.itemsize < 8:
+        found = where(x, axis, np.int32)
+    else:  # JAX works `where` out later, when `jax.enable_x64` may have ended
+        hit = (x == end(x, axis=axis, keepdims=True)) | (x != x)
+        number = jax.lax.broadcasted_iota(np.int32, x.shape, axis)
+        found = jnp.min(jnp.where(hit, number, np.int32(x.shape[axis])), axis=axis)
+    return jnp.expand_dims(found, axis) if keepdims else found
+
+
 def _register_extremes(name: str, end: Any, where: Any) -> None:
     """The operators of the largest values, or of the smallest."""
 
@@ -84,8 +109,8 @@ def _register_extremes(name: str, end: Any, where: Any) -> None:
         return where(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
 
 
-_register_extremes("max", jnp.max, jnp.argmax)
-_register_extremes("min", jnp.min, jnp.argmin)
+_register_extremes("max", jnp.max, argmax)
+_register_extremes("min", jnp.min, argmin)
 
 
 def value_at(
