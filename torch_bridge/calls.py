@@ -38,7 +38,7 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         RuntimeError: (in a call) within `torch.func`, or for a derivative forwards or a second one.
-        TypeError: (in a call) a tensor is sparse.
+        TypeError: (in a call) a tensor is sparse, or a result is no array.
 
     Example:
         >>> import jax.numpy as jnp, torch
@@ -73,7 +73,7 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
                 found: dict[int, Any] = {**kept, **dict(zip(numbers, arrays, strict=True))}
                 values = [found[i] for i in range(len(found))]
                 given, named = torch_pytree.tree_unflatten(values, spec)
-                return jax_fn(*given, **named)
+                return jax.tree.map(_result, jax_fn(*given, **named))
 
             if None not in values_of:
                 run = compiled[key] = jax.jit(run)
@@ -83,6 +83,19 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(structure[0], made)
 
     return function
+
+
+def _result(leaf: Any) -> Any:
+    """What a function returned, as an array."""
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex | np.generic):
+        return jnp.asarray(leaf)
+    raise TypeError(
+        f"tb.wrap: the function returned {leaf!r:.60}, a {type(leaf).__name__}: expected arrays,"
+        " numbers or None, in containers of jax.tree. Return what else there is beside it, from a"
+        " function around the wrapped one"
+    )
 
 
 def _value(constant: Any) -> Any:

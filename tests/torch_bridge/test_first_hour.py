@@ -274,3 +274,18 @@ def test_what_is_none_of_its_kind_is_refused_before_a_module_is_traced(
     right = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     with pytest.raises(fz.ConversionError, match=f"^fit: {said}"):
         tb.fit(module, [(torch.ones(8, 4), torch.ones(8, 3))], **(right | given))
+
+
+class Config:
+    """An object that may change, with which a function is not compiled."""
+
+
+@pytest.mark.parametrize("constant", [1, Config()], ids=["compiled", "not"])
+def test_a_jax_function_returns_numbers_and_nothing_else_than_arrays(constant: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    twice, number, nothing = tb.wrap(lambda x, _: (x * 2, 3.0, None))(x, constant)
+    twice.sum().backward()
+    assert x.grad is not None
+    assert (x.grad.tolist(), number.item(), nothing) == ([2.0] * 3, 3.0, None)
+    with pytest.raises(TypeError, match=r"returned 'name', a str: expected arrays, numbers"):
+        tb.wrap(lambda x, _: (x, "name"))(x, constant)
