@@ -72,6 +72,25 @@ def test_a_forward_that_seeds_its_numbers_is_refused(owner: Any) -> None:
     assert owner.manual_seed(0) is torch.default_generator
 
 
+def test_a_forward_that_draws_numbers_again_is_refused() -> None:
+    def forked(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng([]):
+            return x + torch.randn_like(x)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        state = torch.get_rng_state()
+        first = torch.randn_like(x)
+        torch.set_rng_state(state)
+        return first - torch.randn_like(x)
+
+    with pytest.raises(ConversionError, match=r"torch.set_rng_state.*use them twice"):
+        tb.convert(Fn(twice), draw(2, 4), train=False)
+    converted = tb.convert(Fn(forked), draw(2, 4), train=False)
+    x = np.zeros((2, 4), np.float32)
+    noise = converted.apply(converted.params, {}, x, rng=jax.random.key(0)).output
+    assert len(set(np.asarray(noise).ravel().tolist())) == 8
+
+
 @pytest.mark.parametrize(
     "bounds", [{}, {"rtol": 0.5}, {"atol": 0.3}, {"atol": 0.2, "rtol": torch.tensor(0.3)}], ids=str
 )

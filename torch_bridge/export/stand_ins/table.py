@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +102,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
         *((owner, "manual_seed", _seeds) for owner in (torch, torch.random)),
+        *((owner, "set_rng_state", _restores) for owner in (torch, torch.random)),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
@@ -134,6 +137,22 @@ def _seeds(seed: Any) -> Any:
         f"the forward calls torch.manual_seed({seed}), so that it draws the same numbers in each"
         " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
         " __init__, and keep them (register_buffer)."
+    )
+
+
+_set_rng_state = torch.set_rng_state
+
+
+def _restores(state: torch.Tensor) -> None:
+    """PyTorch's own (`fork_rng`, checkpoints) calls it for what comes behind the forward."""
+    caller = sys._getframe(2)  # behind what `replaced` puts around this
+    if caller.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        _set_rng_state(state)
+        return
+    raise ConversionError(
+        "the forward calls torch.set_rng_state, so that it draws the numbers of that state again: a"
+        " converted one draws new ones, from the key that it is given. Draw them once, and use them"
+        " twice, or keep them (register_buffer)."
     )
 
 
