@@ -299,3 +299,25 @@ def test_outside_of_steps_the_rows_are_what_there_is():
     state = fz.init(model, TX, plan, devices=devices)
     with pytest.raises(fz.BatchError, match=r"^own_rows: .* of 4 devices, got float32\[6, 6\]"):
         fz.eval_step(model, plan, devices=devices)(state, BATCH)
+
+
+def test_rows_may_have_random_keys_of_their_own():
+    keys = jax.random.split(jax.random.key(0), 16)
+
+    def terms(p, batch):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (12,)))(batch["key"])
+        return (jnp.square(batch["x"] * kept) @ p["u"]).sum(), kept.sum()
+
+    batch, devices = {**BATCH, "key": keys}, jax.devices()[:4]
+    for loss in (lambda *x: fz.Mean(*terms(*x)), lambda *x: terms(*x)[0] / terms(*x)[1]):
+        model, plan = model_of(loss), tiny.plan(data=4)
+        state = fz.init(model, TX, plan, devices=devices)
+        own = fz.logical(model, state)
+        by_hand = [terms(own, jax.tree.map(lambda x, at=at: x[at], batch)) for at in
+                   np.arange(16).reshape(4, 4)]  # fmt: skip
+        right = isinstance(loss(own, batch), fz.Mean)
+        with said(None if right else "is no sum over rows"):
+            found = fz.eval_step(model, plan, devices=devices)(state, batch)["loss"]
+        totals, counts = np.float64(by_hand).T
+        want = totals.sum() / counts.sum() if right else (totals / counts).mean()
+        np.testing.assert_allclose(found, want, rtol=1e-5)

@@ -37,7 +37,7 @@ from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.sharding.split import map_splits
-from fzero.tree import PyTree, is_traced, leaf_keys, shapes_of
+from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shape_of, shapes_of
 
 
 class Kind(IntEnum):
@@ -147,8 +147,7 @@ def _traced(
     params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
 
     def of_rows(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
 
     about = {"dtype": COMPUTE_DTYPES[plan.precision], "keep_fp32": plan.keep_fp32}
 
@@ -190,7 +189,8 @@ def _count_alike(blue: Blueprint, train: bool, shares: int, program: Program, op
     ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
     read = {var for one in ops for var in one.reads()}
     own = dict(zip(here.inputs, jax.tree.leaves(batch.at(None)), strict=False))
-    if read & ({*here.inputs} - {*own}):
+    drawn = {var for var, leaf in own.items() if not is_plain(leaf)}
+    if read & ({*here.inputs} - {*own} | drawn):
         return False  # by something computed of parameters, or drawn
     whole = {var: np.asarray(own[var]) for var in read & {*own}}
     with_rows = {*here.inputs[: len(jax.tree.leaves(batch.rows))]}
