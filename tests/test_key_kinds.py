@@ -80,3 +80,25 @@ def test_the_bits_of_a_default_key_are_that_key(impl):
         key = jax.random.key(3)
         for bits in (jax.random.PRNGKey(3), np.asarray(jax.random.key_data(key))):
             tiny.same_bits(fz.init(MODEL, TX, PLAN, rng=bits), fz.init(MODEL, TX, PLAN, rng=key))
+
+
+def test_the_bits_of_a_key_are_one_in_an_edited_state(tmp_path):
+    state = fz.init(MODEL, TX, PLAN)
+    bits = state.replace(rng=jax.random.PRNGKey(7))
+    step, evaluate = fz.train_step(MODEL, TX, PLAN, donate=False), fz.eval_step(MODEL, PLAN)
+    want, metrics = step(state.replace(rng=7), tiny.tokens(8))
+    for rng in (bits.rng, np.asarray(bits.rng), jax.device_put(bits.rng, state.rng.sharding)):
+        found, same = step(state.replace(rng=rng), tiny.tokens(8))
+        assert jax.random.key_data(found.rng).tolist() == [0, 7] == bits.rng.tolist()
+        assert float(same["loss"]) == float(metrics["loss"])
+        evaluate(state.replace(rng=rng), tiny.tokens(8))
+    fz.save(tmp_path, bits, PLAN, asynchronous=False)
+    assert fz.restore(tmp_path, MODEL, TX, PLAN).rng == want.rng
+
+
+def test_a_state_without_one_key_is_not_saved(tmp_path):
+    state = fz.init(MODEL, TX, PLAN)
+    for rng in (jax.random.split(state.rng), np.ones(3, np.uint32), None):
+        with pytest.raises(fz.StateError, match="save: rng: expected a seed or one key"):
+            fz.save(tmp_path, state.replace(rng=rng), PLAN)
+    assert not any(tmp_path.iterdir())

@@ -36,6 +36,7 @@ from fzero.hosts.doing import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
 from fzero.sharding.relayout import ways_of
+from fzero.state.init import key_of
 from fzero.state.require import require_alive, require_arrays, require_on_mesh
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
@@ -103,7 +104,8 @@ def save(
             holds; or, in a directory of several processes, the checkpoint before could not be
             written. Earlier checkpoints are untouched.
         StateConsumedError: the state was given away.
-        StateError: a leaf was put in by hand, and is no array on the state's devices.
+        StateError: a leaf was put in by hand, and is no array on the state's devices, or `rng` is
+            not one key.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, fzero as fz
@@ -128,6 +130,7 @@ def save(
         raise CheckpointError(
             "save: state.rows says that it is a pipeline's, the plan has none; pass the state's own"
         )
+    key = key_of(state.rng, "save")
     fields = {name: getattr(state, name) for name in FIELDS}
     require_on_mesh({**fields, "step": state.step}, "save")
     _require_json(data_position)
@@ -143,10 +146,7 @@ def save(
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "ways": {p: ways for p, x in leaves.items() if max(ways := ways_of(x), default=1) > 1},
-        "rng": [
-            str(jax.random.key_impl(state.rng)),
-            np.asarray(jax.random.key_data(state.rng)).tolist(),
-        ],
+        "rng": [str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tolist()],
     }
     with _one_writer(absolute_path(path)):
         earlier = _end(path)  # an error of one process alone: in a store none stops here

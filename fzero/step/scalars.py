@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from fzero.compat import is_key
 from fzero.errors import StateError
 from fzero.hosts.agree import require_same
 from fzero.sharding.blueprint import Blueprint
@@ -28,6 +30,7 @@ def with_scalars_placed(state: TrainState, blue: Blueprint, operation: str) -> T
     Raises:
         StateError: one is not of the dtype that the state has, or another one in each process.
     """
+    state = _with_typed_key(state, operation)
     fields = {name: getattr(state, name) for name in ("step", "rng", "opt_state")}
     if not any(map(_is_given, jax.tree.leaves(fields))):
         return state
@@ -48,6 +51,15 @@ def with_scalars_placed(state: TrainState, blue: Blueprint, operation: str) -> T
         return jax.tree.unflatten(structure, leaves)[name]
 
     return state.replace(**{name: placed(name, tree) for name, tree in fields.items()})
+
+
+def _with_typed_key(state: TrainState, operation: str) -> TrainState:
+    """The state with a key for the bits of one, as `jax.random.PRNGKey` gives them."""
+    rng = state.rng
+    bits = isinstance(rng, jax.Array | np.ndarray) and rng.ndim == 1 and not is_key(rng)
+    if not bits or isinstance(rng, jax.core.Tracer):
+        return state
+    return dataclasses.replace(state, rng=key_of(np.asarray(rng), operation))
 
 
 def _is_given(leaf: Any) -> bool:
