@@ -35,15 +35,23 @@ def round_to(leaf: jax.Array, dtype: Any) -> jax.Array:
     """A cast that really rounds.
 
     The rounding is an operation of its own: XLA may drop a cast that is widened again later
-    (`xla_allow_excess_precision`), in one program and not in another. What is no float stays.
+    (`xla_allow_excess_precision`), in one program and not in another. What is no float stays, and
+    so do floats of 8 bits, in which nothing is computed.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return leaf
-    if jnp.finfo(dtype).bits >= 32:
-        return leaf.astype(dtype)
     info = jnp.finfo(dtype)
+    if info.bits != 16:
+        return leaf.astype(dtype)
     wide = leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype(jnp.float32)
-    return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(dtype)
+    narrow = jax.lax.reduce_precision(wide, info.nexp, info.nmant)
+    if dtype == jnp.float16:
+        # Below 6e-5 that makes zeros of what float16 still has in steps of 2^-24. (The rounding has
+        # no derivative; that of the other term is 1.)
+        small = jnp.where(narrow == 0, wide, 0)
+        steps = jax.lax.round(small * 2.0**24, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+        narrow += steps * 2.0**-24
+    return narrow.astype(dtype)
 
 
 def cast_input(plan: Plan, x: PyTree) -> PyTree:

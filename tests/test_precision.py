@@ -446,6 +446,33 @@ def test_rounding_is_to_nearest_even(kind):
     np.testing.assert_array_equal(run(values), rounded(values, kind).astype(np.float32))
 
 
+def test_float16_keeps_what_is_below_its_normal_numbers():
+    half = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    half = half[np.isfinite(half)]
+    powers = 2.0 ** np.random.default_rng(0).uniform(-27, 16, 10_000)
+    values = np.float32([*half, *powers, *-powers, 6.1035153e-5, 6.1005e-5, np.inf, -0.0])
+    found = jax.jit(lambda x: precision.round_to(x, jnp.float16))(values)
+    with np.errstate(over="ignore"):
+        want = values.astype(np.float16)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint16), want.view(np.uint16))
+
+    def rounded(x):
+        return jnp.sum(precision.round_to(x, jnp.float16).astype(jnp.float32))
+
+    assert jax.grad(rounded)(jnp.float32([0, 1e-5, 6.1e-5, 1])).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_small_parameters_are_no_zeros_in_fp16(zero):
+    def loss(p, buffers, batch, rng, train):
+        return jnp.sum(p["w"].astype(jnp.float32)), buffers, {}
+
+    model = fz.Model(({"w": np.full((8,), 1e-5, np.float32)}, {}), loss)
+    own = plan("fp16", zero).replace(data=2)
+    metrics = fz.eval_step(model, own)(fz.init(model, TX, own), {"x": np.ones((2, 1), np.float32)})
+    assert float(metrics["loss"]) == 8 * float(np.float16(1e-5))
+
+
 @pytest.mark.parametrize("kind", DTYPES)
 def test_nothing_relies_on_implicit_promotion(kind):
     """A step under jax's strict promotion is the one without it; optax.adam itself is not."""
