@@ -316,3 +316,17 @@ def test_a_mean_of_float16_does_not_overflow_on_its_way():
     state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
     assert state.buffers.dtype == jnp.float16
     assert float(state.buffers) == 30000
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_buffer_may_be_set_to_a_number(devices):
+    def loss(p, buffers, batch, rng, train):
+        return jnp.mean(batch["x"] @ p["w"]), {"a": jnp.asarray(2.5), "b": jnp.asarray(3)}, {}
+
+    def init(key):
+        return {"w": jnp.ones(D)}, {"a": jnp.zeros(()), "b": jnp.zeros((), jnp.int32)}
+
+    plan, model = tiny.plan(zero=3, data=devices), fz.Model(init, loss, buffer_reduce={"b": "same"})
+    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    assert (float(state.buffers["a"]), int(state.buffers["b"])) == (2.5, 3)
+    assert (state.buffers["a"].dtype, state.buffers["b"].dtype) == ("float32", "int32")

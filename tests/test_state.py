@@ -130,6 +130,27 @@ def test_values_do_not_depend_on_the_plan_or_the_number_of_devices():
         tiny.same_bits(fz.logical(MODEL, made(name)), whole)
 
 
+@pytest.mark.parametrize("chain", [False, True], ids=["a model", "a chain"])
+def test_a_number_may_be_what_a_parameter_begins_as(chain):
+    def init(key):
+        return {"w": jnp.ones((8, 4)), "scale": jnp.asarray(2.5), "flag": jnp.array(1.0)}
+
+    def loss(p, batch):
+        return jnp.mean((batch["x"] @ p["w"] * p["scale"] + p["flag"]) ** 2)
+
+    if chain:
+        layer = fz.Layer("one", init, lambda p, batch, ctx: loss(p, batch))
+        model = fz.Sequential([layer])
+    else:
+        model = fz.Model(lambda key: (init(key), {}), lambda p, b, x, rng, t: (loss(p, x), b, {}))
+    for plan in (tiny.plan(zero=3, data=2), tiny.plan(zero=1, data=2, precision="bf16", ema=0.5)):
+        state = fz.init(model, TX, plan)
+        own = fz.logical(model, state)
+        own = own["one"] if chain else own
+        assert (float(own["scale"]), float(own["flag"])) == (2.5, 1.0)
+        assert own["scale"].dtype == "float32"
+
+
 def test_values_are_those_of_the_models_own_init():
     params, buffers = jax.jit(small_init)(jax.random.key(7))
     tiny.same_bits(fz.logical(MODEL, made("z3")), params)

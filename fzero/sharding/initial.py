@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fzero.compat import switch
@@ -76,7 +77,7 @@ def initializer(model: Model) -> InitFn:
             return init(rng)  # a key of another kind draws other numbers, in another program
         from jax.extend.core import jaxpr_as_fun
 
-        leaves = jaxpr_as_fun(closed)(rng)
+        leaves = map(jnp.asarray, jaxpr_as_fun(closed)(rng))  # constants come as numbers of Python
         values: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         return values
 

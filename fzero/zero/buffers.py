@@ -29,8 +29,9 @@ def agreed_buffers(
         new: after it, each device's own.
         group: the devices.
     """
-    # What a loss computes in float32 is kept in the buffer's own precision.
-    new = jax.tree.map(lambda a, b: b.astype(a.dtype) if is_floating(a) else b, old, new)
+    # What a loss computes in float32 is kept in the buffer's own precision. (A constant comes out
+    # of a traced program as a number of Python.)
+    new = jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype if is_floating(a) else None), old, new)
     size = group.data * group.replica
     if size == 1:
         return new
