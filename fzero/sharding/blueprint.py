@@ -402,12 +402,8 @@ def _blueprint(
 ) -> Blueprint:
     frozen = frozen_names(model, [path for path, _ in named_leaves(params)])
     for path, leaf in named_leaves(params):
-        if not is_floating(leaf) and path not in frozen:
-            raise StateError(
-                f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
-                " because gradients must exist for them; freeze it (Model.frozen), or move it into"
-                " buffers"
-            )
+        if path not in frozen:
+            _require_trainable(path, leaf, tx)
     check_buffers(model, buffers)
     sizes = zero_sizes(dict(mesh.shape))
     if plan.pipe == 1:
@@ -421,3 +417,18 @@ def _blueprint(
         for name, tree in buffers.items()
     }
     return Blueprint(model, tx, plan, mesh, splits, kept, stages)
+
+
+def _require_trainable(path: str, leaf: Any, tx: optax.GradientTransformation | None) -> None:
+    """Raises `StateError` for a parameter without gradients, or that no update can be added to."""
+    if not is_floating(leaf):
+        raise StateError(
+            f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
+            " because gradients must exist for them; freeze it (Model.frozen), or move it into"
+            " buffers"
+        )
+    if tx is not None and leaf.dtype.itemsize < 2:
+        raise StateError(
+            f"init: params/{path} has dtype {leaf.dtype}, to which no update can be added; freeze"
+            " it (Model.frozen), or give float32 (Plan(precision='fp8') has products in 8 bits)"
+        )

@@ -356,6 +356,8 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
 
 def update_dtype(dtype: Any) -> np.dtype[Any]:
     """The dtype in which parameters are updated, and optimizers initialised: at least float32."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return np.dtype(np.float32)  # (jax promotes no 8 bits)
     with jax.numpy_dtype_promotion("standard"):  # whatever a user lets their own code do
         return np.dtype(jnp.promote_types(dtype, jnp.float32))
 

@@ -345,3 +345,29 @@ def test_a_model_without_parameters_has_none_to_train():
     model = fz.Model(lambda rng: ({}, {}), lambda p, b, batch, rng, train: (batch["x"][0], b, {}))
     with pytest.raises(fz.StateError, match="expected parameters to train: the model has none"):
         fz.train_step(model, optax.sgd(0.1), fz.Plan(data=1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_base_may_have_floats_of_8_bits_and_a_trained_leaf_none(precision):
+    def init(key):
+        base = jax.random.normal(key, (WIDTH, WIDTH)).astype(jnp.float8_e4m3fn)
+        return {"base": base, "up": jnp.eye(WIDTH)}, {}
+
+    def loss(p, buffers, batch, rng, train):
+        base = p["base"].astype(p["up"].dtype)
+        return jnp.mean((batch["x"].astype(base.dtype) @ base @ p["up"]) ** 2), buffers, {}
+
+    plan = tiny.plan(zero=3, data=2, precision=precision)
+    model, tx = fz.Model(init, loss, frozen=("base",)), optax.sgd(0.1)
+    state = fz.init(model, tx, plan)
+    first = jax.tree.map(np.asarray, fz.logical(model, state))
+    gradient = jax.grad(lambda up: loss({**first, "up": up}, {}, BATCH, None, True)[0])(first["up"])
+    state, _ = fz.train_step(model, tx, plan)(state, BATCH)
+    found = fz.logical(model, state)
+    assert found["base"].dtype == jnp.float8_e4m3fn
+    assert np.asarray(found["base"]).tobytes() == first["base"].tobytes()
+    rtol = 1e-5 if precision == "fp32" else 2e-2
+    scale = rtol * float(jnp.abs(gradient).max())
+    np.testing.assert_allclose(found["up"], first["up"] - 0.1 * gradient, atol=scale)
+    with pytest.raises(fz.StateError, match=r"params/base has dtype float8_e4m3fn, .* freeze it"):
+        fz.init(fz.Model(init, loss), tx, plan)
