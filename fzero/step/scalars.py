@@ -59,7 +59,7 @@ def _with_typed_key(state: TrainState, operation: str) -> TrainState:
     bits = isinstance(rng, jax.Array | np.ndarray) and rng.ndim == 1 and not is_key(rng)
     if not bits or isinstance(rng, jax.core.Tracer):
         return state
-    return dataclasses.replace(state, rng=key_of(np.asarray(rng), operation))
+    return dataclasses.replace(state, rng=key_of(jnp.asarray(rng), operation))
 
 
 def _is_given(leaf: Any) -> bool:
