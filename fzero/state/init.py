@@ -117,8 +117,8 @@ def key_of(rng: int | jax.Array, operation: str = "init") -> jax.Array:
         raise StateError(
             f"{operation}: rng: expected a seed or one key of jax.random.key, got {rng!r}"
         )
-    if is_key(rng) and not rng.shape:
-        return jnp.asarray(rng)
+    if isinstance(rng, jax.Array) and is_key(rng) and not rng.shape:
+        return rng  # (as it lies: over several processes, say)
     if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
         return jax.random.key(rng)
     bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
