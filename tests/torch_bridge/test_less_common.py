@@ -72,6 +72,21 @@ def test_a_forward_that_seeds_its_numbers_is_refused(owner: Any) -> None:
     assert owner.manual_seed(0) is torch.default_generator
 
 
+def test_a_generator_of_a_forward_s_own_is_refused() -> None:
+    """Seeded, it would draw new numbers all the same; and the caller's is as it was."""
+
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        torch.default_generator.manual_seed(3)
+        return x + torch.randn_like(x)
+
+    own, state = torch.Generator().manual_seed(1), torch.get_rng_state()
+    with pytest.raises(ConversionError, match=r"torch.manual_seed\(3\).*register_buffer"):
+        tb.convert(Fn(seeded), draw(2, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ConversionError, match=r"torch.Generator of its own.*hand the numbers in"):
+        tb.convert(Fn(lambda x: x + torch.rand(x.shape, generator=own)), draw(2, 4))
+
+
 def test_a_forward_that_draws_numbers_again_is_refused() -> None:
     def forked(x: torch.Tensor) -> torch.Tensor:
         with torch.random.fork_rng([]):

@@ -17,6 +17,7 @@ import numpy as np
 from torch_bridge.dtypes import canonical, is_float, jax_dtype
 from torch_bridge.lower.features_last import Last, features, like, takes_last
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import sum_dtype
 
 
 def _always(*_: Any, **__: Any) -> bool:
@@ -63,6 +64,16 @@ def bernoulli_p(x: jax.Array, p: float = 0.5, generator: Any = None, key: Any = 
 def bernoulli(x: jax.Array, generator: Any = None, key: Any = None) -> jax.Array:
     drawn = jax.random.bernoulli(key, jax.lax.stop_gradient(x), x.shape)
     return drawn.astype(x.dtype)
+
+
+@register_operator("aten.poisson.default", draws=_always)
+def poisson(x: jax.Array, generator: Any = None, key: Any = None) -> jax.Array:
+    return jax.random.poisson(key, jax.lax.stop_gradient(x)).astype(x.dtype)
+
+
+@register_operator("aten._standard_gamma.default", draws=_always)
+def standard_gamma(x: jax.Array, generator: Any = None, key: Any = None) -> jax.Array:
+    return jax.random.gamma(key, x.astype(sum_dtype(x))).astype(x.dtype)
 
 
 @register_operator("aten.rand.default", draws=_always)

@@ -3,6 +3,6 @@
 - `table`: functions of PyTorch and what stands for each, entered with all others here.
 - Layers: `packed_sequences`, `synchronized_norms`, `state_spaces`, `causal_masks`, `adapters`,
   mixtures of experts (`experts`, `older_experts`; `capacity`: what each of them takes).
-- `slopes`: gradients inside a forward, of one op each. `replacement`: attributes that are others
-  for a while.
+- `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
+- `replacement`: attributes that are others for a while.
 """

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,12 @@ from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
+from torch_bridge.export.stand_ins.random_numbers import (
+    RANDOM_NUMBERS,
+    drawn_whole,
+    refuse_own_generator,
+    unseeded,
+)
 from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
 from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
@@ -36,7 +40,10 @@ from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
-_TABLE: dict[Any, Callable[..., Any]] = {torch.autograd.grad: record_grad}
+_TABLE: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: record_grad,
+    torch.Tensor.random_: drawn_whole,
+}
 
 
 def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,6 +64,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         if func not in self.packed.table:
             self.packed.require_unread(func, (args, kwargs))
+        refuse_own_generator(kwargs or {})
         out = self.table.get(func, func)(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.HigherOrderOperator) and not torch.is_grad_enabled():
             # torch.export forgets a no_grad region around what has graphs of its own.
@@ -101,8 +109,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (torch.nn.Module, "to", _to_what_it_is),
         (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
-        *((owner, "manual_seed", _seeds) for owner in (torch, torch.random)),
-        *((owner, "set_rng_state", _restores) for owner in (torch, torch.random)),
+        *RANDOM_NUMBERS,
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
@@ -111,7 +118,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         with (
             _Mode(packed), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
-            causal_masks(), functional_gradients(), synchronized_batch_norms(),
+            causal_masks(), functional_gradients(), synchronized_batch_norms(), unseeded(),
         ):  # fmt: skip
             yield
     finally:
@@ -130,30 +137,6 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
             " .to(dtype) on that part once before tb.convert, or cast what it computes with."
         )
     return self
-
-
-def _seeds(seed: Any) -> Any:
-    raise ConversionError(
-        f"the forward calls torch.manual_seed({seed}), so that it draws the same numbers in each"
-        " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
-        " __init__, and keep them (register_buffer)."
-    )
-
-
-_set_rng_state = torch.set_rng_state
-
-
-def _restores(state: torch.Tensor) -> None:
-    """PyTorch's own (`fork_rng`, checkpoints) calls it for what comes behind the forward."""
-    caller = sys._getframe(2)  # behind what `replaced` puts around this
-    if caller.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
-        _set_rng_state(state)
-        return
-    raise ConversionError(
-        "the forward calls torch.set_rng_state, so that it draws the numbers of that state again: a"
-        " converted one draws new ones, from the key that it is given. Draw them once, and use them"
-        " twice, or keep them (register_buffer)."
-    )
 
 
 _assign = torch.nn.Module.__setattr__
