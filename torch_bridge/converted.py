@@ -30,7 +30,7 @@ from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.loss_call import FindCall, NotOneCallError, find_call, predicted
-from torch_bridge.structure.programs import Programs
+from torch_bridge.structure.programs import CallPrograms
 from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.stacked_names import Names
 from torch_bridge.structure.unread import may_be_unread
@@ -246,8 +246,8 @@ class Converted(Printed):
         return self._run(call, params, buffers, None, False)[0]
 
     @cached_property
-    def _programs(self) -> Programs:
-        return Programs()
+    def _programs(self) -> CallPrograms:
+        return CallPrograms()
 
     def by_name(self, tree: Any) -> dict[str, Any]:
         """Params or buffers of a state under the `state_dict` names of the module's own leaves."""

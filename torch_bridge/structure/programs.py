@@ -14,7 +14,7 @@ from torch_bridge.structure.retrace import Call
 _Run = Callable[[Call, Mapping[str, Any], Mapping[str, Any]], list[Any]]
 
 
-class Programs:
+class CallPrograms:
     """One program for each graph and the shapes of its inputs.
 
     Operator by operator a forward takes some twenty times as long, and compiles each of them.
