@@ -19,7 +19,10 @@ from fzero.errors import ConversionError
 from torch_bridge.export.stand_ins.replacement import StandIn
 
 
-def _seeds(seed: Any) -> Any:
+_NOBODYS = 0x3D6A_91C7_0E52_B84F  # a seed that no forward has
+
+
+def _seeds(seed: int) -> None:
     raise ConversionError(
         f"the forward calls torch.manual_seed({seed}), so that it draws the same numbers in each"
         " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
@@ -50,11 +53,12 @@ _set_rng_state = torch.set_rng_state
 
 @contextlib.contextmanager
 def unseeded() -> Iterator[None]:
-    """A generator's own method cannot be replaced: whether it was called is looked at after."""
-    state, seed = torch.get_rng_state(), torch.initial_seed()
+    """Whether a forward seeds PyTorch's generator, by whatever function, is looked at after it."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(_NOBODYS)
     try:
         yield
-        if torch.initial_seed() != seed:
+        if torch.initial_seed() != _NOBODYS:
             _seeds(torch.initial_seed())
     finally:
         _set_rng_state(state)
@@ -92,7 +96,6 @@ def drawn_whole(x: torch.Tensor, *bounds: int, **given: Any) -> torch.Tensor:
 
 
 RANDOM_NUMBERS: tuple[StandIn, ...] = (
-    *((owner, "manual_seed", _seeds) for owner in (torch, torch.random)),
     *((owner, "set_rng_state", _restores) for owner in (torch, torch.random)),
     (Gamma, "rsample", _gamma),
     (Dirichlet, "rsample", _dirichlet),
