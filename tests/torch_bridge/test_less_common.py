@@ -68,8 +68,13 @@ def test_a_forward_that_seeds_its_numbers_is_refused(owner: Any) -> None:
         owner.manual_seed(3)
         return x + torch.randn_like(x)
 
-    with pytest.raises(ConversionError, match=r"torch.manual_seed\(3\).*register_buffer"):
-        tb.convert(Fn(seeded), draw(2, 4))
+    def forked(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng([]):
+            return seeded(x)
+
+    for forward in (seeded, forked):
+        with pytest.raises(ConversionError, match=r"torch.manual_seed\(3\).*register_buffer"):
+            tb.convert(Fn(forward), draw(2, 4))
     assert owner.manual_seed(0) is torch.default_generator
 
 

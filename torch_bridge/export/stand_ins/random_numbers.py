@@ -22,12 +22,14 @@ from torch_bridge.export.stand_ins.replacement import StandIn
 _NOBODYS = 0x3D6A_91C7_0E52_B84F  # a seed that no forward has
 
 
-def _seeds(seed: int) -> None:
-    raise ConversionError(
-        f"the forward calls torch.manual_seed({seed}), so that it draws the same numbers in each"
-        " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
-        " __init__, and keep them (register_buffer)."
-    )
+def _refuse_seeds() -> None:
+    """Refuse a forward that has seeded PyTorch's generator, by whatever function."""
+    if torch.initial_seed() != _NOBODYS:
+        raise ConversionError(
+            f"the forward calls torch.manual_seed({torch.initial_seed()}), so that it draws the"
+            " same numbers in each call: a converted one draws new ones, from the key that it is"
+            " given. Draw them once, in __init__, and keep them (register_buffer)."
+        )
 
 
 def _gamma(self: Any, sample_shape: Any = ()) -> torch.Tensor:
@@ -53,13 +55,12 @@ _set_rng_state = torch.set_rng_state
 
 @contextlib.contextmanager
 def unseeded() -> Iterator[None]:
-    """Whether a forward seeds PyTorch's generator, by whatever function, is looked at after it."""
+    """Look after a forward whether it seeded PyTorch's generator; the caller's stays as it was."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_NOBODYS)
     try:
         yield
-        if torch.initial_seed() != _NOBODYS:
-            _seeds(torch.initial_seed())
+        _refuse_seeds()
     finally:
         _set_rng_state(state)
 
@@ -78,6 +79,7 @@ def _restores(state: torch.Tensor) -> None:
     """PyTorch's own (`fork_rng`, checkpoints) calls it for what comes behind the forward."""
     caller = sys._getframe(2)  # behind what `replaced` puts around this
     if caller.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        _refuse_seeds()  # which this would hide
         _set_rng_state(state)
         return
     raise ConversionError(
