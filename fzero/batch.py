@@ -16,6 +16,7 @@ from fzero import host_arrays
 from fzero.axes import AXES, CONTEXT
 from fzero.compat import has_explicit_axes
 from fzero.errors import BatchError
+from fzero.host_arrays import received
 from fzero.processes import view
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree, is_plain, named_leaves, shape_at, shape_of
@@ -69,6 +70,7 @@ class Inputs:
         """The inputs that a user's batch is."""
         if isinstance(batch, Inputs):
             return batch
+        batch = taken(batch)
 
         def shared(leaf: Any) -> Any:
             return value_of(leaf) if is_shared(leaf) else None
@@ -111,6 +113,20 @@ class Inputs:
         return dataclasses.replace(self, step=step)
 
 
+def taken(batch: PyTree) -> PyTree:
+    """A batch of arrays of numpy and jax, of one that has those of other libraries, too.
+
+    Raises:
+        BatchError: one of them cannot be handed over; it is named.
+    """
+    try:
+        return jax.tree.map(received, batch)
+    except ValueError:
+        for path, leaf in named_leaves(batch):
+            _told(received, leaf, path)
+        raise
+
+
 def is_shared(node: Any) -> bool:
     """Whether a node of a batch is no rows."""
     return isinstance(node, Shared)
@@ -147,8 +163,8 @@ def check_batch(
         if not _is_array(leaf):
             kind = f"{type(leaf).__module__}.".removeprefix("builtins.") + type(leaf).__name__
             raise BatchError(
-                f"batch: {path or 'it'} is a {kind}: expected an array of numpy or jax (use"
-                f" {'torch_bridge.batch' if kind == 'torch.Tensor' else 'np.asarray'})"
+                f"batch: {path or 'it'} is a {kind}: expected an array of numpy or jax, or one that"
+                " DLPack hands over (use np.asarray; of a DataLoader's: torch_bridge.batch)"
             )
         if not leaf.shape:
             raise BatchError(
@@ -211,6 +227,7 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
     whole = isinstance(multiple, int | np.integer) and not isinstance(multiple, bool)
     if not whole or multiple < 1:
         raise BatchError(f"pad_batch: multiple={multiple!r}: expected a whole number from 1 on")
+    batch = taken(batch)
     inputs = Inputs.of(batch)
     check_batch(inputs, 1, 1)
     size = jax.tree.leaves(inputs.rows)[0].shape[0]

@@ -1,9 +1,13 @@
-"""NumPy's arrays as jax would hold them: what it has no numbers for, or would cut, is named."""
+"""Arrays of the host, and of other libraries, as jax would hold them.
+
+What jax has no numbers for, or would cut, is named.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from fzero.tree import is_plain, shape_of
@@ -11,6 +15,42 @@ from fzero.tree import is_plain, shape_of
 
 # Kinds do not tell them from what jax has: small floats of ml_dtypes are "V" too.
 _NOT_OF_JAX = (np.void, np.longdouble, np.clongdouble)
+
+
+# DLPack's kinds of memory that the host reads as its own: plain, pinned (CUDA, ROCm), managed.
+_ON_HOST = (1, 3, 11, 13)
+
+
+def received(leaf: Any) -> Any:
+    """A leaf as numpy or jax has it; those of other libraries (torch's tensors) come by DLPack.
+
+    What lies on the host shares its memory; what lies on a device that jax knows is copied there.
+
+    Args:
+        leaf: anything; what is an array of numpy or jax, or no array, is given back as it is.
+
+    Raises:
+        ValueError: an array that DLPack cannot hand over; with the library's reason.
+
+    Source: the array API standard, `__dlpack__` and `__dlpack_device__`.
+    """
+    if isinstance(leaf, jax.Array | np.ndarray) or not hasattr(leaf, "__dlpack_device__"):
+        return leaf
+    try:
+        if leaf.__dlpack_device__()[0] in _ON_HOST:
+            try:
+                return np.from_dlpack(leaf)
+            except RuntimeError:  # numpy's own dtypes are without jax's small floats
+                return np.asarray(jax.dlpack.from_dlpack(leaf))
+        with jax.enable_x64(True):  # as it is: who narrows it looks whether values fit
+            here = jax.dlpack.from_dlpack(leaf, copy=True)
+        return np.asarray(here) if shape_of(here).dtype != here.dtype else here
+    except (BufferError, RuntimeError, ValueError, TypeError) as error:
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        raise ValueError(
+            f"is a {kind} that DLPack does not hand over ({str(error).splitlines()[0]}): pass an"
+            " array of numpy or jax (a tensor of torch: torch_bridge.batch)"
+        ) from error
 
 
 def require_numbers(leaf: Any) -> None:

@@ -57,7 +57,12 @@ LATER = {
     "text": (changed(x="abc"), ["x is a str", "np.asarray"]),
     "empty": ({}, ["without leaves"]),
     "structs": (jax.eval_shape(lambda: POINTS), ["x is a shape", "step.lower"]),
-    "torch": (changed(x=torch.zeros(16, 3)), ["x is a torch.Tensor", "numpy or jax"]),
+    "wanted": (
+        changed(x=torch.zeros(16, 3, requires_grad=True)),
+        ["x is a torch.Tensor", "detach"],
+    ),
+    "sparse": (changed(x=torch.eye(16).to_sparse()), ["x is a torch.Tensor", "torch_bridge.batch"]),
+    "nowhere": (changed(x=torch.ones(16, device="meta")), ["x is a torch.Tensor", "numpy or jax"]),
     "masked": (changed(y=np.ma.masked_less(POINTS["y"], 0)), ["y is a masked array", "filled"]),
     "words": (changed(word=np.array(["a"] * 16)), ["word has dtype <U1", "encode"]),
     "objects": (changed(any=np.array([None] * 16)), ["any has dtype object"]),
@@ -301,3 +306,41 @@ def test_rows_of_processes_are_filled_up_to_what_a_step_takes(model):
         fz.local_batch(tiny.points(16), PLAN)
     with pytest.raises(fz.BatchError, match="positive multiple of 8 rows from every process"):
         fz.local_batch(tiny.points(12), layout)
+
+
+def test_tensors_of_another_library_are_taken_as_they_are(model, state, step):
+    """Bit for bit what arrays give, in every step; in 64 bits where all values fit into 32."""
+    host = {**tiny.points(), "id": np.arange(16) - 3, "at": np.linspace(0.0, 1.0, 16)}
+    given = {name: torch.from_numpy(value.copy()) for name, value in host.items()}
+    given["x"] = given["x"].T.contiguous().T  # strides that are not those of rows
+    layout = fz.layout(model, TX, PLAN)
+    for run in (step, fz.accumulate_step(model, TX, PLAN, donate=False)):
+        tiny.same_bits(run(state, given)[0], run(state, host)[0])
+    evaluate = fz.eval_step(model, PLAN)
+    expected = evaluate(state, host)["loss"]
+    short, mask = fz.pad_batch({name: value[:10] for name, value in given.items()}, 8)
+    for batch in (given, fz.local_batch(given, layout), {**given, "of": fz.Shared(given["id"])}):
+        assert evaluate(state, batch)["loss"] == expected
+    tiny.same_bits(short, fz.pad_batch({n: value[:10] for n, value in host.items()}, 8)[0])
+    assert mask.sum() == 10
+    with pytest.raises(fz.BatchError, match=r"id has .*does not hold.*jax_enable_x64"):
+        step(state, {**given, "id": given["id"] + (1 << 40)})
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "bool", "uint8"])
+def test_dtypes_of_tensors_stay(name):
+    """Also those that numpy has not; and the memory of a batch under way is not the loader's."""
+    given = torch.tensor([[0.0, 1.0], [2.0, 0.5]]).to(getattr(torch, name))
+    placed = place_batch({"x": given}, fz.layout(tiny.regression(), TX, fz.Plan(data=1)).mesh)
+    before = given.to(torch.float32).numpy().copy()
+    given.zero_()
+    assert placed.rows["x"].dtype == name
+    np.testing.assert_array_equal(np.asarray(placed.rows["x"], np.float32), before)
+
+
+def test_tensors_reach_every_rank_of_a_pipeline():
+    model, plan = tiny.chain(2), tiny.plan(zero=1, data=2, pipe=2, microbatches=2)
+    state, batch = fz.init(model, None, plan), tiny.tokens()
+    given = {name: torch.from_numpy(value) for name, value in batch.items()}
+    evaluate = fz.eval_step(model, plan)
+    assert evaluate(state, given)["loss"] == evaluate(state, batch)["loss"]

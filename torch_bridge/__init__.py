@@ -35,6 +35,7 @@ from torch_bridge.generation.generate import generate as generate
 from torch_bridge.generation.sampling import Sampling as Sampling
 from torch_bridge.lightning import Lightning as Lightning
 from torch_bridge.lightning import from_lightning as from_lightning
+from torch_bridge.loss_module import with_loss as with_loss
 from torch_bridge.losses import causal_lm_loss as causal_lm_loss
 from torch_bridge.lower import register_operator as register_operator
 from torch_bridge.lower import registered_operators as registered_operators
@@ -108,6 +109,7 @@ __all__ = [
     "stream",
     "unmerge",
     "with_adapter",
+    "with_loss",
     "with_moments",
     "wrap",
     "write",

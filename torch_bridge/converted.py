@@ -19,6 +19,7 @@ from torch_bridge.dtypes import is_float
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.export.reach import reached_params
 from torch_bridge.export.stand_ins.capacity import counts
+from torch_bridge.loss_module import require_of_jax, tensors_told
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss, of_output
 from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
@@ -386,6 +387,7 @@ class Converted(Printed):
                 raise ConversionError(f'model: loss={loss!r}: expected a function or "module"')
             loss, inputs = module_loss, inputs or called_with_batch
             outputs = outputs or all_but_the_loss
+        require_of_jax(loss)
         predicting, same = _predicting(loss, inputs, outputs or _all), self._reduced(buffer_reduce)
         if inputs is not None:
             loss = of_output(loss, inputs)
@@ -408,7 +410,8 @@ class Converted(Printed):
                 return self._applied(computed, params, buffers, args, kwargs, key, train)
 
             forward = Calls(apply, buffers, rng, train and self.within_capacity)
-            result = forward.told(loss(forward, batch))
+            with tensors_told():
+                result = forward.told(loss(forward, batch))
             value, metrics = result if isinstance(result, tuple) else (result, {})
             return value, forward.buffers, metrics
 

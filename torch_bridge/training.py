@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,8 +26,9 @@ from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
-from torch_bridge.export.watch.counts import LOSS, moved, of_loss, reachable
+from torch_bridge.export.watch.counts import moved, of_loss, reachable
 from torch_bridge.export.watch.forward import HARMLESS
+from torch_bridge.loss_module import with_loss
 from torch_bridge.losses import called_with_batch, module_loss, of_output
 from torch_bridge.mean_loss import require_mean
 from torch_bridge.module.names import identity, named_tensors
@@ -144,7 +144,7 @@ def fit(
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)
-    traced = module if loss == "module" else _with_loss(module, loss)
+    traced = module if loss == "module" else with_loss(module, loss)
     options = {} if padding_side is None else {"padding_side": padding_side}
     converted = _converted(traced, first, roll=roll, **options)
     model = converted.model("module", buffer_reduce=buffer_reduce)
@@ -293,47 +293,6 @@ def _converted(traced: torch.nn.Module, first: Any, **options: Any) -> Converted
         return convert(traced, **options, **given)
     args = given if isinstance(given, tuple) else (given,)
     return convert(traced, *args, **options)
-
-
-def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
-    """The same module, of the same tensors, whose forward is the loss of all but its last argument.
-
-    A subclass of its own class, so that names and attributes stay.
-    """
-    if not callable(loss) or isinstance(loss, type):
-        raise ConversionError(
-            f"fit: loss={loss!r:.60}: expected a function or module that is called with what the"
-            ' module gives and the last part of a batch, or "module", which returns its own loss'
-        )
-    own = type(module)
-    if "forward" in vars(module):
-        raise ConversionError(
-            "fit: the module's `forward` is an attribute of its own, not its class's, and cannot be"
-            ' called with a loss: give a module that returns its loss (loss="module")'
-        )
-
-    if isinstance(module, torch.fx.GraphModule):
-        raise ConversionError(
-            "fit: a torch.fx.GraphModule makes copies of itself without a loss around it: give the"
-            ' module that was traced, or one that returns its loss (loss="module")'
-        )
-
-    def forward(self: Any, *inputs: Any) -> Any:
-        return own.forward(self, *inputs)
-
-    def call(self: Any, *batch: Any) -> Any:  # with the hooks of the module around its forward
-        value = loss(own.__call__(self, *batch[:-1]), batch[-1])
-        if isinstance(value, torch.Tensor) and value.ndim:
-            raise ConversionError(
-                f"fit: the loss has {value.ndim} dim(s): expected one number, a mean over rows"
-                ' (reduction="mean")'
-            )
-        return value
-
-    made = copy.copy(module)
-    held = {"forward": forward, "__call__": call, LOSS: staticmethod(loss)}
-    made.__class__ = type(own.__name__, (own,), held)
-    return made
 
 
 def _whole_rows(tree: Any, times: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.batch import Inputs, check_batch, is_shared, require_held
+from fzero.batch import Inputs, check_batch, is_shared, require_held, taken
 from fzero.compat import auto_mesh
 from fzero.errors import BatchError
 from fzero.hosts.agree import exchange, require_equal
@@ -72,6 +72,7 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
         raise BatchError(
             f"local_batch: layout is a {type(layout).__name__}: expected fz.layout(model, tx, plan)"
         )
+    rows = taken(rows)
     own = Inputs.of(rows).rows
     sharding = layout.batch_sharding
     counts = _alike(own, mask)

@@ -55,7 +55,7 @@ LAYERS = {
         ["dtypes", "losses", "packing"],
         ["module", "lower", "documents"],
         ["export"],
-        ["structure"],
+        ["structure", "loss_module"],
         ["converted", "convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
         ["formats", "optim", "training", "mean_loss", "calls", "configs"],

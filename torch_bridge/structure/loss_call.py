@@ -24,6 +24,7 @@ from fzero.programs.jaxprs import inner_jaxprs
 from fzero.programs.once import once
 from torch_bridge.export.mode import TensorInput
 from torch_bridge.export.stand_ins.capacity import counts, told
+from torch_bridge.loss_module import tensors_told
 from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output
@@ -144,7 +145,7 @@ def _trace(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> _
         out = build_output(call.mode.out_spec, leaves)
         return out.output if counts(call.mode) else out
 
-    with marked():
+    with marked(), tensors_told():
         closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
     if not calls:
         raise NotOneCallError(
