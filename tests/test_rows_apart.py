@@ -88,6 +88,7 @@ def in_a_loop(p, batch):
     return jnp.mean(jax.lax.map(lambda x: jnp.sum(jnp.square(x @ p["u"])), batch["x"]))
 
 
+A_SUM = r"is a sum over rows, of which a mean over devices is taken"
 LOSSES = {
     contrastive: r"compares rows with each other \(dot_general in test_rows_apart.py:",
     distances: r"compares rows with each other \(sub in test_rows_apart.py:",
@@ -106,7 +107,14 @@ LOSSES = {
     normed: None,  # as anywhere per device
     penalized: None,
     in_a_loop: None,
-    (lambda p, b: -jnp.stack([x.sum() for x in both(p, b)]).sum() / (1 + p["u"].sum())): None,
+    (lambda p, b: -jnp.stack([x.mean() for x in both(p, b)]).sum() / (1 + p["u"].sum())): None,
+    (lambda p, b: -jnp.stack([x.sum() for x in both(p, b)]).sum() / (1 + p["u"].sum())): A_SUM,
+    (lambda p, b: squares(p, b).sum() / 16): A_SUM,  # by the whole batch's rows
+    (lambda p, b: fz.Mean(squares(p, b).sum(), jnp.float32(6))): A_SUM,
+    (lambda p, b: fz.Mean(squares(p, b).mean(), jnp.float32(len(b["x"])))): r"by their number once",
+    (lambda p, b: (squares(p, b) * (0.5 / len(b["x"]))).sum() + jnp.sum(p["v"])): None,
+    (lambda p, b: squares(p, b).sum() / jnp.ones_like(b["x"]).sum()): None,
+    (lambda p, b: jnp.einsum("ij->j", squares(p, b)).sum() / len(b["x"]) / 1e-3): None,
     (lambda p, b: jnp.sum(p["v"])): None,
 }  # fmt: skip
 
@@ -197,6 +205,7 @@ def test_metrics_are_looked_at_each_by_itself():
         return error.mean(), b, {
             "right": fz.Mean(error.sum(), counts.sum()), "mean": error.mean(), "rate": p["u"][0, 0],
             "worst": error.max(), "rmse": jnp.sqrt(error.mean()), "all": fz.all_rows(error).max(),
+            "hits": counts.sum(), "rows": fz.Mean(counts.sum(), 1),
         }  # fmt: skip
 
     plan, devices = tiny.plan(data=4), jax.devices()[:4]
@@ -207,9 +216,14 @@ def test_metrics_are_looked_at_each_by_itself():
             fz.init(model, None, plan, devices=devices), BATCH
         )
     told = [str(w.message).partition(" (")[0] for w in found]
-    assert told == [
+    is_sum = (
+        "it is a sum over rows, of which a mean over devices is taken. Rows are shared out over"
+    )
+    assert [text.removesuffix(" 4 devices, and each computes with its own") for text in told] == [
         "metric 'rmse': it is no sum over rows",
         "metric 'worst': it is no sum over rows",
+        f"metric 'hits': {is_sum}",
+        f"metric 'rows': {is_sum}",
     ]
     assert metrics["all"] > metrics["worst"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch_bridge.export.watch.counts import LOSS
 from torch_bridge.module.wrappers import unwrapped
 
 
-def with_loss(module: torch.nn.Module, loss: Callable[..., Any]) -> torch.nn.Module:
+def with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     """The module, with its tensors and names, as one that returns a torch loss of its output.
 
     Converted, its own loss is what steps train: `tb.convert(tb.with_loss(module, loss), x, y)` and

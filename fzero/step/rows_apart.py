@@ -16,7 +16,7 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -37,6 +37,7 @@ from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.sharding.split import map_splits
+from fzero.step.row_counts import Growth
 from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shape_of, shapes_of
 
 
@@ -115,6 +116,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
 
 def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[tuple[str, str]]:
     """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
+    row_shapes, shared = jax.tree.leaves(batch.rows), jax.tree.leaves(batch.shared)
     shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
     traced = _traced(blue, batch, train, rows, every)
@@ -136,7 +138,27 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
         what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
         same = ", which is the same only where all count equally many" if does == "div" else ""
         found[name] = f"{what} ({does}{_line(op)}){same}"
+    others = {*program.inputs} - {*program.inputs[len(row_shapes) :][: len(shared)]}
+    growth = Growth(program, rows, dict.fromkeys(others, 0))
+    for name, problem in _miscounted(program, names, kinds, growth).items():
+        found.setdefault(name, problem)
     return list(found.items())
+
+
+def _miscounted(
+    program: Program, names: Sequence[str], kinds: Mapping[Any, Kind], growth: Growth
+) -> dict[str, str]:
+    """By names, what is a sum over rows but counts as a mean, or the other way round; in words."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        total, *count = (out for of, out in zip(names, program.outputs, strict=True) if of == name)
+        if isinstance(total, Var) and kinds.get(total, Kind.FREE) is Kind.SUM:
+            powers = growth(total), growth(count[0]) if count else 0
+            if powers == (1, 0):
+                found[name] = "is a sum over rows, of which a mean over devices is taken"
+            elif powers == (0, 1):
+                found[name] = "is a mean over rows, and is divided by their number once more"
+    return found
 
 
 def _traced(
