@@ -23,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
+.PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-operators nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
 # A test may take twenty times what the longest takes. It is stopped by a signal: pytest's own dump of
 # all threads reads frames of a thread that runs, and has taken a worker down.
@@ -116,7 +116,7 @@ gpu:
 # What `make test` and `make test-bits` leave to the night, planted bugs, ten times as many random
 # sequences of what can happen to a state, and kills of a process that saves.
 # `make -k nightly` goes on after a failure.
-nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-models mutants nightly-random
+nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-operators nightly-models mutants nightly-random
 
 nightly-tests: install
 	$(PYTEST) -m "nightly and not bits" $(PYTEST_ARGS)
@@ -154,6 +154,10 @@ operators: install
 	$(BIN)/python benchmarks/operators.py --json benchmarks/results/operators.json \
 	  --table docs/operators.md
 
+# No row of the table may have turned worse.
+nightly-operators: install
+	$(BIN)/python benchmarks/operators.py --json benchmarks/results/operators.json --check
+
 # Architectures of transformers, diffusers, timm, torchvision, torchaudio and PEFT, each beside its
 # conversion (an hour). In an environment of its own, on top of the other: transformers computes
 # some things otherwise where torchvision is installed. torchaudio's own library is for CUDA, without
@@ -172,8 +176,8 @@ models-venv: install
 models: models-venv
 	PYTHONPATH=. $(MODELS_BIN)/python benchmarks/models.py --table docs/architectures.md
 
-# No row of the table may have turned worse. (That of operators: tests/torch_bridge.)
-MODELS_STEP ?= 8
+# Nor of this table; MODELS_STEP=8 takes every eighth.
+MODELS_STEP ?= 1
 nightly-models: models-venv
 	PYTHONPATH=. $(MODELS_BIN)/python benchmarks/models.py --check $(MODELS_STEP)
 
