@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.integrations import finegrained_fp8
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -489,3 +490,15 @@ def test_another_module_than_the_converted_one_is_refused_with_a_remedy() -> Non
     converted = tb.convert(nn.Linear(4, 2), X)
     with pytest.raises(ConversionError, match="give that one, or convert this one"):
         tb.parity(nn.Linear(4, 3), converted, X)
+
+
+def test_layers_of_other_quantisers_are_named_with_the_way_back() -> None:
+    """One of transformers, and one that says where it is from (bitsandbytes is not installed)."""
+    fp8 = finegrained_fp8.FP8Linear(4, 4)
+    packed = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})(4, 4)
+    for layer, name in ((fp8, r"finegrained_fp8\.FP8Linear"), (packed, r"modules\.Linear4bit")):
+        for module, path in ((layer, r"\(root\)"), (nn.Sequential(nn.Tanh(), layer), "1")):
+            with pytest.raises(ConversionError, match=rf"`{path}`.*{name}.*model\.dequantize"):
+                tb.convert(module, X)
+    own = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes_of_mine"})(4, 4)
+    np.testing.assert_allclose(tb.convert(own, X)(X), own(X).detach(), rtol=1e-6, atol=1e-6)

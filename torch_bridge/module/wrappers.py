@@ -12,6 +12,12 @@ from fzero.errors import ConversionError
 # What compiled and data-parallel wrappers put before the names of the module inside.
 _PREFIX = re.compile(r"^((_orig_mod|module|_fsdp_wrapped_module)\.)+")
 
+# Where modules are from that hold packed weights and compute with kernels of their own.
+_QUANTISERS = re.compile(
+    r"(bitsandbytes|auto_gptq|gptqmodel|awq|hqq|optimum\.quanto|eetq|aqlm|vptq|compressed_tensors"
+    r"|transformers\.integrations\.(finegrained_fp8|bitnet|mxfp4|higgs|fbgemm_fp8|spqr))(\.|$)"
+)
+
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
@@ -55,6 +61,13 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
             )
         if type(child).__name__ == "FullyShardedDataParallel":
             raise ConversionError(_sharded(f"submodule `{path or '(root)'}`"))
+        if _QUANTISERS.match(type(child).__module__):
+            raise ConversionError(
+                f"submodule `{path or '(root)'}` is quantised ({type(child).__module__}.{type(child).__name__}):"
+                " its weights and products are that library's. Widen it first (transformers:"
+                " model.dequantize()), or convert the module as it was before; tb.quantize (nf4,"
+                " nf4-double or int8) quantises what was converted"
+            )
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if tensor.layout is not torch.strided:
