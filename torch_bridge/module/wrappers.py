@@ -64,8 +64,8 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
         kind = type(child)
         if _QUANTISERS.match(kind.__module__):
             raise ConversionError(
-                f"submodule `{path or '(root)'}` is quantised ({kind.__module__}.{kind.__name__}): its"
-                " weights and products are that library's. Widen it first (transformers:"
+                f"submodule `{path or '(root)'}` is quantised ({kind.__module__}.{kind.__name__}):"
+                " its weights and products are that library's. Widen it first (transformers:"
                 " model.dequantize()), or convert the module as it was before; tb.quantize (nf4,"
                 " nf4-double or int8) quantises what was converted"
             )
