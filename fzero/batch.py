@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,15 +116,22 @@ class Inputs:
 def taken(batch: PyTree) -> PyTree:
     """A batch of arrays of numpy and jax, of one that has those of other libraries, too.
 
+    Mappings that jax does not look into (transformers' `BatchEncoding`) become dicts.
+
     Raises:
         BatchError: one of them cannot be handed over; it is named.
     """
+    batch = jax.tree.map(_opened, batch)
     try:
         return jax.tree.map(received, batch)
     except ValueError:
         for path, leaf in named_leaves(batch):
             _told(received, leaf, path)
         raise
+
+
+def _opened(leaf: Any) -> Any:
+    return jax.tree.map(_opened, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
 
 def is_shared(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import jax
@@ -272,7 +273,7 @@ def test_a_loader_may_refill_its_buffer_right_after_the_call():
     def loss(p, buffers, batch, rng, train):
         # Slow enough that the refill comes first, were the memory shared.
         x = jax.lax.fori_loop(0, 40, lambda _, x: jnp.sin(x) + batch["x"], batch["x"])
-        return jnp.sum(x * p["w"]), buffers, {}
+        return jnp.mean(x * p["w"]), buffers, {}
 
     model = fz.Model(lambda key: ({"w": jnp.ones(())}, {}), loss)
     plan = fz.Plan(zero=0, data=8)
@@ -319,7 +320,9 @@ def test_tensors_of_another_library_are_taken_as_they_are(model, state, step):
     evaluate = fz.eval_step(model, PLAN)
     expected = evaluate(state, host)["loss"]
     short, mask = fz.pad_batch({name: value[:10] for name, value in given.items()}, 8)
-    for batch in (given, fz.local_batch(given, layout), {**given, "of": fz.Shared(given["id"])}):
+    nested = collections.UserDict({**given, "more": collections.UserDict(x=given["x"])})
+    others = (nested, fz.local_batch(given, layout), {**given, "of": fz.Shared(given["id"])})
+    for batch in (given, *others):
         assert evaluate(state, batch)["loss"] == expected
     tiny.same_bits(short, fz.pad_batch({n: value[:10] for n, value in host.items()}, 8)[0])
     assert mask.sum() == 10
