@@ -199,6 +199,19 @@ def test_a_quotient_by_what_all_count_alike_is_a_mean_of_rows(loss, labels, name
         np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=1e-6)
 
 
+def otherwise_of_one_row(p, batch):
+    return share_of_labelled(p, batch) + (0 if len(batch["x"]) > 1 else jnp.sum(p["v"] * 0))
+
+
+@pytest.mark.parametrize(("labels", "named"), [(np.zeros(16, int), False), (EVEN, True)])
+def test_a_row_on_each_device_may_be_another_program(labels, named):
+    plan = Plan(data=8, microbatches=2)
+    with said("no sum over rows" if named else None):
+        model = model_of(otherwise_of_one_row)
+        step, state = fz.train_step(model, TX, plan), fz.init(model, TX, plan)
+        step(state, {**BATCH, "labels": labels})
+
+
 def test_metrics_are_looked_at_each_by_itself():
     def loss(p, b, batch, rng, train):
         error, counts = squares(p, batch), batch["y"][:, :1] > 0

@@ -133,7 +133,7 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
             continue
         op = follow.blamed[out]
         does = op.equation.primitive.name
-        if does == "div" and _count_alike(blue, train, shares, program, op):
+        if does == "div" and _count_alike(blue, train, shares, program, op, rows):
             continue
         what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
         same = ", which is the same only where all count equally many" if does == "div" else ""
@@ -188,7 +188,9 @@ def _traced(
     return Program(closed.jaxpr, closed.consts), [keys[0] for keys in leaf_keys(given_back)]
 
 
-def _count_alike(blue: Blueprint, train: bool, shares: int, program: Program, op: Op) -> bool:
+def _count_alike(
+    blue: Blueprint, train: bool, shares: int, program: Program, op: Op, num_rows: int
+) -> bool:
     """Whether all shares of the batch at hand are divided by the same: labels, say, that all count.
 
     Args:
@@ -197,17 +199,21 @@ def _count_alike(blue: Blueprint, train: bool, shares: int, program: Program, op
         shares: into how many equal ones rows are shared out.
         program: the loss.
         op: its operation that divides.
+        num_rows: with how many rows it was traced.
     """
     given = _BATCH.get()
     if given is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(given)):
         return False
     batch = Inputs.of(given)
     size = jax.tree.leaves(batch.rows)[0].shape[0] // shares
-    traced = _traced(blue, batch, train, size, size)
-    if traced is None or _names(traced[0]) != _names(program):
-        return False
-    here = traced[0]
-    divisor = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op).operands[1]
+    here, divides = program, op
+    if size > 1:
+        traced = _traced(blue, batch, train, size, size)
+        if traced is None or _names(traced[0]) != _names(program):
+            return False
+        here = traced[0]
+        divides = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op)
+    divisor = divides.operands[1]
     ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
     read = {var for one in ops for var in one.reads()}
     own = dict(zip(here.inputs, jax.tree.leaves(batch.at(None)), strict=False))
@@ -216,12 +222,15 @@ def _count_alike(blue: Blueprint, train: bool, shares: int, program: Program, op
         return False  # by something computed of parameters, or drawn
     whole = {var: np.asarray(own[var]) for var in read & {*own}}
     with_rows = {*here.inputs[: len(jax.tree.leaves(batch.rows))]}
+    # A loss of one row is often another program; of that row again and again it is not.
+    times = 1 if size > 1 else num_rows
 
     def of(share: int) -> float:
         env = dict(here.consts)
         for var, leaf in whole.items():
-            rows = slice(share * size, (share + 1) * size) if var in with_rows else ...
-            env[var] = jnp.asarray(leaf[rows], var.aval.dtype)
+            if var in with_rows:
+                leaf = leaf[share * size : (share + 1) * size].repeat(times, 0)
+            env[var] = jnp.asarray(leaf, var.aval.dtype)
         run_ops(ops, env)
         return float(env[divisor])
 
