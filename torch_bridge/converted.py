@@ -75,6 +75,10 @@ class Converted(Printed):
     adapters: Mapping[str, Adapter] = field(default_factory=dict, repr=False)
     base: Converted | None = field(default=None, repr=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+        """Itself, as of a function: nothing in it changes."""
+        return self
+
     def _summary(self) -> str:
         shapes = {"params": shapes_of(self._params), "buffers": shapes_of(self._buffers)}
         return summary("Converted", shapes).replace(" on each device", "", 1)
@@ -381,7 +385,6 @@ class Converted(Printed):
             >>> value.shape, buffers, metrics
             ((), {}, {})
         """
-
         if isinstance(loss, str):
             if loss != "module":
                 raise ConversionError(f'model: loss={loss!r}: expected a function or "module"')

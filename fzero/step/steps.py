@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -60,6 +60,10 @@ class _Step:
     def compiler_options(self) -> CompilerOptions:
         """What the step's own programs are compiled with, for `jax.jit(compiler_options=)`."""
         return options_of(self.blueprint)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as of a function."""
+        return self
 
     @property
     def executor(self) -> Executor:

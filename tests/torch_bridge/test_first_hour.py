@@ -315,6 +315,12 @@ def test_a_loader_and_a_loss_of_torch_in_a_loop_of_ones_own() -> None:
         state, _ = step(state, tuple(batch))
     assert int(state.step) == 3
     same(tb.load_into(module, state), want)
+    # Frameworks copy what they are configured with; after a call, too.
+    x, y = BATCHES[0]
+    expected = converted(x, y)
+    copied, again = copy.deepcopy((converted, step))
+    np.testing.assert_array_equal(copied(x, y), expected)
+    assert again(state, (x, y))[0].step == 4
 
 
 def torch_trained(module: nn.Module, loader: Any, loss: Any) -> nn.Module:
