@@ -58,7 +58,7 @@ class Plan(Boxed):
             pass each has its part. `None`: where it takes less time than it costs, which is where a
             device has many tokens: three values have as many elements as a layer's leaves that lie
             along `tensor`.
-        microbatches: pieces a batch is cut into, one after the other on each device.
+        microbatches: into how many a batch is cut; each device runs one after the other.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master; `fp8`: `bf16`, with the
             products of parameters on 8-bit operands. A trained parameter that the model itself
             gives in 16 bits has no master: `init` warns.
@@ -116,7 +116,7 @@ class Plan(Boxed):
             `host` (pinned memory), `disk`, a number (the largest leaves, until that share of the
             bytes is on the host), or a pair `("disk", 0.5)`. The rest is on the device. A step lets
             such leaves visit the device in turn.
-        stream_bytes: the most bytes of parked leaves that visit a device at once; two such pieces
+        stream_bytes: the most bytes of parked leaves that visit a device at once; two such buckets
             are there at any time, one arriving or leaving while the other is used.
         update_on: where the optimizer runs: `device`, where what is parked visits it, or `host`: on
             the host's cores, with `tiers={"opt_state": "host"}`. Then gradients go down and

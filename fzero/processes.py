@@ -171,7 +171,7 @@ def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     """A replicated array as seen by some of its devices, or a shard that they hold; no copy."""
     have = {shard.device: shard.data for shard in leaf.addressable_shards}
     local = [have[device] for device in sharding.mesh.devices.flat if device in have]
-    # What a device holds; undo the division by what splits it within the place.
+    # What a device holds, times into how many shards these devices divide it.
     shape = list(leaf.sharding.shard_shape(leaf.shape))
     for dim, axes in enumerate(sharding.spec):
         for axis in (axes,) if isinstance(axes, str) else (axes or ()):

@@ -100,7 +100,7 @@ def array_path(folder: Path, number: int, array: int, shards: Collection[str]) -
     Args:
         folder: the directory of all checkpoints.
         number: the checkpoint.
-        array: the leaf's place among all leaves that were saved.
+        array: the leaf's position among all leaves that were saved.
         shards: keys of those that each process wrote its shards of.
 
     Source: orbax writes arrays as zarr into one key-value store (OCDBT).

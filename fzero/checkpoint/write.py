@@ -279,7 +279,7 @@ def _readable(leaf: Any, name: str) -> Any:
         slabs = [_readable(slab, name) for slab in leaf.slabs]
         if not all(slab.is_fully_addressable for slab in slabs):
             raise CheckpointError(
-                f"save: {name} is parked in {len(slabs)} pieces on several processes, which cannot"
+                f"save: {name} is parked in {len(slabs)} slabs on several processes, which cannot"
                 " be written: bring it back first with state = fz.reload(state,"
                 f" [{name.split('/')[0]!r}])"
             )

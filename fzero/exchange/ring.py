@@ -230,7 +230,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _rounds(q: jax.Array, ring: Ring) -> Iterator[tuple[int, int]]:
-    """By how many places keys have been moved on, and by how many they are for the next round.
+    """By how many devices keys have been moved on, and by how many they are for the next round.
 
     What is sent for a round is sent while the one before is computed: each round ends with a
     barrier, or XLA's scheduler would put many transfers in a row, with nothing beside them.
@@ -260,7 +260,7 @@ def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
 def _block(
     q: jax.Array, keys: Any, own: Any, a: Any, b: Any, moved: int, ring: Ring
 ) -> Plain | CudnnBlocks:
-    """How a block is computed: by cuDNN where all keys are seen, or those up to a query's place."""
+    """How a block is computed: by cuDNN where all keys are seen, or those up to the query."""
     k, v, other = keys
     how = CudnnBlocks(ring.zigzag and not moved and a == b, ring.scale)
     if own is None and ring.window is None and how.possible(q[0], k[0], v[0]):

@@ -1,6 +1,6 @@
 """Builders of the schedules that run forwards and whole backwards (by name: `schedule.names`).
 
-`stages` is always the number S of pieces that the model is cut into, and `chunks` how many of them
+`stages` is always the number S of stages that a model is cut into, and `chunks` how many of them
 one rank holds: there are S / chunks ranks. Stage k is on rank `k % ranks` (looped placement), so a
 microbatch visits every rank `chunks` times. The V-shaped schedules are in `zero_bubble`.
 """

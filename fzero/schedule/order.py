@@ -29,7 +29,7 @@ class Placed(NamedTuple):
 
 
 def placed(schedule: Schedule) -> Iterator[Placed]:
-    """Every action of a schedule with its place, rank by rank."""
+    """Every action of a schedule with its position, rank by rank."""
     for rank, row in enumerate(schedule.ranks):
         for cell, action in enumerate(row):
             if action is not None:

@@ -15,7 +15,7 @@ Index = tuple[slice, ...]
 class LazyArray(abc.ABC):
     """A value that is read slice by slice: an initial leaf of a model may be one.
 
-    `fz.init` asks for the piece that each device keeps, so that no host ever holds the whole. A
+    `fz.init` asks for the slice that each device keeps, so that no host ever holds the whole. A
     subclass sets `shape` and `dtype` (what `read` returns) and defines `read`.
     """
 

@@ -160,7 +160,7 @@ def _moved(to: NamedSharding, order: tuple[int, ...]) -> Any:
 
     Args:
         to: the plan's sharding of rows.
-        order: of each piece of the result, the piece that it is of what lies on the devices.
+        order: for each block of rows of the result, which one it is of those on the devices.
     """
 
     def move(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 A leaf may be kept with zeros at the end of the dim that is split, and in a pipeline with the layers
 of a stack in the rows of the ranks that run them (`Kept`). What a device shall keep is put together
-from pieces of what there is, shard by shard: nobody holds more than the shards of one leaf beside
+from slices of what there is, shard by shard: nobody holds more than the shards of one leaf beside
 what was there.
 """
 
@@ -200,7 +200,7 @@ def _shard(
 
 
 def _runs(old: Kept, new: Kept, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Rows `start` to `stop` of dim 0: place among them, row as it was kept, how many in a row."""
+    """Rows `start` to `stop` of dim 0: index among them, row as it was kept, how many in a row."""
     if old.rows == new.rows:
         stop = min(stop, new.shape[0])
         if start < stop:

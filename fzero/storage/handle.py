@@ -58,7 +58,7 @@ class Handle:
     def _where(self) -> str:
         """What is expected where the values are wanted, and how to bring them back."""
         return (
-            f"a leaf {typed(self.shape, self.dtype)} is on disk, in pieces or on its way; expected"
+            f"a leaf {typed(self.shape, self.dtype)} is on disk, in slabs or on its way; expected"
             " an array in device memory. `fz.reload(state)` brings it back."
         )
 
@@ -90,7 +90,7 @@ class Handle:
 
     def __reduce__(self) -> Any:
         raise PlacementError(
-            f"a leaf {typed(self.shape, self.dtype)} is on disk, in pieces or on its way: a handle"
+            f"a leaf {typed(self.shape, self.dtype)} is on disk, in slabs or on its way: a handle"
             " cannot be pickled. Reload the state first (fz.reload), or save a checkpoint."
         )
 

@@ -35,7 +35,7 @@ NO_EFFECT = {
     "legacy_stage1": "there is one stage 1",
     "round_robin_gradients": "gradients stay where they are reduced to",
     "memory_efficient_linear": "the backward pass reads the gathered weight itself",
-    "pipeline_loading_checkpoint": "tb.restore reads piece by piece",
+    "pipeline_loading_checkpoint": "tb.restore reads slice by slice",
     "override_module_apply": "modules are not changed",
     "log_trace_cache_warnings": "there is no trace cache",
     "enable_sanity_checks": "an edit of a state is another state",
@@ -93,7 +93,7 @@ def _offload(own: Keys, fields: dict[str, Any]) -> None:
                 tiers["master"] = tiers["opt_state"]
             own.note(
                 "offload_optimizer", tier, f"tiers={tiers}",
-                "visits the device in pieces; update_on='host' computes on the host's cores",
+                "visits the device in buckets; update_on='host' computes on the host's cores",
             )  # fmt: skip
         _rest(below)
     if below := _offloaded(own, "offload_param", "cpu_offload_param"):
@@ -131,7 +131,7 @@ def _tier(own: Keys, fields: dict[str, Any]) -> str | None:
 def _rest(own: Keys) -> None:
     own.take("ratio")
     own.refuse({"super_offload": "no counterpart; write false"})
-    buckets = "pieces of fz.Plan(stream_bytes=) visit the device, two at a time"
+    buckets = "buckets of fz.Plan(stream_bytes=) visit the device, two at a time"
     own.without_effect({
         "pin_memory": "the host tier is always pinned", "buffer_count": buckets,
         "buffer_size": buckets, "max_in_cpu": buckets, "pipeline_read": buckets,

@@ -129,7 +129,7 @@ def glu(x: jax.Array, dim: int = -1) -> jax.Array:
 
 @register_operator("aten.softmax.int", "aten._softmax.default")
 def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    # `_softmax` has a bool (half_to_float) in third place; False there means the same dtype.
+    # `_softmax` has a bool (half_to_float) as its third argument; False there means the same dtype.
     out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
     wide = cast(x, accumulation_dtype(cast(x, out)))
     return jax.nn.softmax(wide, axis=dim if x.ndim else None).astype(out)

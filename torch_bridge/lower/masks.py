@@ -25,7 +25,7 @@ from torch_bridge.lower.refs import Ref, fill, refs, template_of
 
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-MASK = 3  # its place among the arguments
+MASK = 3  # its index among the arguments
 # Added to a score, less than this leaves no weight in any precision.
 _HIDDEN = -3e4
 # Element by element, too, although torch does not tag them so.
@@ -230,7 +230,7 @@ def rows_of(mask: Any, pattern: Pattern, scores: Sequence[int]) -> EndedRows | N
     mask = jnp.broadcast_to(mask, (rows, *mask.shape[1:3], keys))
     seen = mask if mask.dtype == bool else mask == 0
     known = seen | (~seen if mask.dtype == bool else mask <= _HIDDEN)
-    # The query at its own place sees a key, if any does.
+    # The query at its own position sees a key, if any does.
     lengths = jnp.sum(jnp.any(seen, axis=(1, 2)), axis=-1, dtype=np.int32)
     query = jax.lax.broadcasted_iota(np.int32, (queries, 1), 0)
     key = jax.lax.broadcasted_iota(np.int32, (1, keys), 1)

@@ -29,7 +29,7 @@ class LazyTensor(LazyArray):
         name: its name, for messages.
         torch_dtype: its dtype in the file; `dtype` is the one JAX holds instead.
         shape: its shape.
-        fetch: gives a piece, for one slice (start, stop, step 1) of each dim.
+        fetch: gives the values of a slice (start, stop, step 1 of each dim).
         file: where it is, for messages.
     """
 

@@ -59,7 +59,7 @@ class Loop:
         body: the ops of one layer, under the names that they have in the first.
         carry: what is handed on: the names of a layer's input and of the output that becomes the
             next one's.
-        ends: what the last layer hands on, by its name there, with its place in `carry`.
+        ends: what the last layer hands on, by its name there, with its index in `carry`.
         shared: values from outside that every layer reads.
         leaves: the layer's own parameters and buffers: placeholder -> stacked leaf.
         updates: stacked buffers that are written, with their new values' names.

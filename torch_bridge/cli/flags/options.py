@@ -84,7 +84,7 @@ LrOption = Annotated[
     of_training(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
 ]
 MicrobatchesOption = Annotated[
-    int, of_plan(help="Pieces a batch is cut into on each device, to save memory.")
+    int, of_plan(help="Into how many a batch is cut on each device, to save memory.")
 ]
 PrecisionOption = Annotated[Precision, of_plan(help="What forward and backward compute in.")]
 ClipOption = Annotated[

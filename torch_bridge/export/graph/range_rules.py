@@ -226,7 +226,7 @@ def _fixed(found: Any) -> Rule:
 
 
 def _with_index(node: torch.fx.Node, range_of: RangeOf) -> Any:
-    """Values and their places."""
+    """Values and their indices."""
     count = len(node.meta["val"])
     return (_known(range_of(node.args[0])), *(INDEX,) * (count - 1))
 

@@ -25,14 +25,14 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The place of the n-th tensor among the arguments of a call."""
+    """The index of the n-th tensor among the arguments of a call."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The place of the n-th size (known only when the graph runs) among the arguments."""
+    """The index of the n-th size (known only when the graph runs) among the arguments."""
 
     number: int
 
