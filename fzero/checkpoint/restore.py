@@ -159,7 +159,7 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
         buffers=buffers,
         rng=put(key, shapes["rng"]),
         loss_scale=jax.tree.map(put, initial_loss_scale(blue.plan), shapes["loss_scale"]),
-        **blue.marks,
+        **blue.statics,
     )
 
 

@@ -65,28 +65,28 @@ def in_float8(
 
     def run(params: PyTree, *args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(apply, return_shape=True)(params, *args)
-        paths: list[Mark] = [
+        paths: list[Paths] = [
             _paths(path_name(path), name, reads)
             for path, _ in jax.tree_util.tree_leaves_with_path(params)
         ]
         values = jax.tree.leaves((params, args))
-        marks = paths + [None] * (len(values) - len(paths))
-        out, _ = _MarkedRun(float8).program(closed.jaxpr, closed.consts, values, marks)
+        paths += [None] * (len(values) - len(paths))
+        out, _ = _RunByPath(float8).program(closed.jaxpr, closed.consts, values, paths)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-Mark = tuple[str, ...] | None
+Paths = tuple[str, ...] | None
 """The paths of the parameter that a value is; `None` for any other value."""
 
-_FOUND: ContextVar[list[Mark] | None] = ContextVar("fzero_products_in_float8", default=None)
+_FOUND: ContextVar[list[Paths] | None] = ContextVar("fzero_products_in_float8", default=None)
 
 
 @contextmanager
-def products_found() -> Iterator[list[Mark]]:
+def products_found() -> Iterator[list[Paths]]:
     """Of the products that are traced in 8 bits while this is open, the parameters."""
-    found: list[Mark] = []
+    found: list[Paths] = []
     token = _FOUND.set(found)
     try:
         yield found
@@ -100,54 +100,54 @@ def _paths(path: str, layer: str, reads: Mapping[str, str]) -> tuple[str, ...]:
     return (own, f"{reads[key]}{slash}{rest}") if key in reads else (own,)
 
 
-class _MarkedRun:
-    """Runs a program whose values are marked where they are parameters."""
+class _RunByPath:
+    """Runs a program of whose values it is known which are parameters."""
 
     def __init__(self, float8: Float8) -> None:
         self.float8 = float8
 
     def program(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Mark]
-    ) -> tuple[list[Any], list[Mark]]:
-        """Its outputs and their marks."""
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], paths: Sequence[Paths]
+    ) -> tuple[list[Any], list[Paths]]:
+        """Its outputs and their paths."""
         from jax.extend.core import Literal  # with all of `jax.extend`: slow
 
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        marked: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
+        known: dict[Any, Paths] = dict(zip(jaxpr.invars, paths, strict=True))
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
-        def mark(atom: Any) -> Mark:
-            return None if isinstance(atom, Literal) else marked.get(atom)
+        def told(atom: Any) -> Paths:
+            return None if isinstance(atom, Literal) else known.get(atom)
 
         for equation in jaxpr.eqns:
-            values, names = [[of(x) for x in equation.invars] for of in (read, mark)]
+            values, names = [[of(x) for x in equation.invars] for of in (read, told)]
             out, found = self._equation(equation, values, names)
             env.update(zip(equation.outvars, out, strict=True))
-            marked.update(zip(equation.outvars, found, strict=True))
-        return [[of(x) for x in jaxpr.outvars] for of in (read, mark)]  # type: ignore[return-value]
+            known.update(zip(equation.outvars, found, strict=True))
+        return [[of(x) for x in jaxpr.outvars] for of in (read, told)]  # type: ignore[return-value]
 
     def _equation(
-        self, equation: Any, values: list[Any], marks: list[Mark]
-    ) -> tuple[list[Any], list[Mark]]:
+        self, equation: Any, values: list[Any], paths: list[Paths]
+    ) -> tuple[list[Any], list[Paths]]:
         kind, params = equation.primitive.name, equation.params
-        none: list[Mark] = [None] * len(equation.outvars)
+        none: list[Paths] = [None] * len(equation.outvars)
         if kind in _INLINED:
             body = params["jaxpr"]
             with compat.standing(equation):
-                return self.program(body.jaxpr, body.consts, values, marks)
+                return self.program(body.jaxpr, body.consts, values, paths)
         if kind in CHECKPOINTS:
             body = params["jaxpr"]
             again = jax.checkpoint(
-                lambda *args: self.program(body, (), args, marks)[0],
+                lambda *args: self.program(body, (), args, paths)[0],
                 policy=params["policy"], prevent_cse=params["prevent_cse"],
             )  # fmt: skip
             with compat.standing(equation):
                 return again(*values), none
         if kind == "scan":
-            consts, carry, rows = compat.scan_operands(equation, marks)
+            consts, carry, rows = compat.scan_operands(equation, paths)
             inner = [*consts, *([None] * len(carry)), *rows]
             body = params["jaxpr"]
             traced = jax.make_jaxpr(
@@ -155,28 +155,28 @@ class _MarkedRun:
             )(*body.in_avals)
             with compat.standing(equation):
                 return equation.primitive.bind(*values, **{**params, "jaxpr": traced}), none
-        if kind == "dot_general" and (found := self._found(equation, marks)) is not None:
+        if kind == "dot_general" and (found := self._found(equation, paths)) is not None:
             with compat.standing(equation):
                 return [_general(found, equation, values)], none
         out = compat.run_equation(equation, values, ())
-        if _moves(equation) and marks and None not in marks:
+        if _moves(equation) and paths and None not in paths:
             # Of what is joined, all paths: one that stays in bf16 keeps all of it there.
-            joined = tuple(dict.fromkeys(path for mark in marks for path in mark or ()))
+            joined = tuple(dict.fromkeys(path for one in paths for path in one or ()))
             return out, [joined] * len(out)
         return out, none
 
-    def _found(self, equation: Any, marks: list[Mark]) -> _Product | None:
+    def _found(self, equation: Any, paths: list[Paths]) -> _Product | None:
         """How a product runs in 8 bits; `None` if it does not."""
         (left, right), batch = equation.params["dimension_numbers"]
-        if (marks[0] is None) == (marks[1] is None) or any(batch):
+        if (paths[0] is None) == (paths[1] is None) or any(batch):
             return None
         avals = [x.aval for x in equation.invars]
         if any(aval.dtype not in (jnp.bfloat16, jnp.float16) for aval in avals):
             return None
-        at = 0 if marks[0] is not None else 1
+        at = 0 if paths[0] is not None else 1
         sums = (left, right)[at]
         size = math.prod(avals[at].shape[d] for d in sums)
-        path = marks[at]
+        path = paths[at]
         assert path is not None
         if not size or not self.float8.takes(path, size, avals[at].size // size):
             return None

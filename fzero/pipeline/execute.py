@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.errors import PipelineError
 from fzero.links import Mean
-from fzero.pipeline.programs import StagePrograms, unmarked
+from fzero.pipeline.programs import StagePrograms, with_same
 from fzero.pipeline.stage_inputs import StageInputs
 from fzero.processes import from_host
 from fzero.schedule.actions import Action, Schedule
@@ -300,7 +300,7 @@ class _ScheduleRun:
         (back, halves), done = program.input_backward(
             self.kept[stage], *self._inputs(program, action), saved, cotangent
         )
-        self.slots.halves[stage, m] = unmarked(halves, saved), unscale
+        self.slots.halves[stage, m] = with_same(halves, saved), unscale
         self._send_back(program, m, back, unscale)
         return done
 

@@ -212,8 +212,8 @@ class StagePrograms:
     def input_backward(self) -> Any:
         """`I(kept, batch, key, number, saved, cotangent) -> (cotangent, halves)`.
 
-        What the weights' gradients need of that is only marked in the halves, not copied: see
-        `unmarked`.
+        What the weights' gradients need of that is a `Same` in the halves, and not copied: see
+        `with_same`.
         """
 
         def run(
@@ -223,7 +223,7 @@ class StagePrograms:
             own = unpack(saved)
             whole = with_inputs(own, rows, rng)
             halves, back = input_backward(whole, self.rules, kept, unpack(cotangent), rng)
-            return pack((back, marked(without_inputs(halves), own)))
+            return pack((back, without_same(without_inputs(halves), own)))
 
         specs = (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL)
         return self._jit(run, specs, LOCAL, at=(self._local, self._inside))
@@ -378,14 +378,14 @@ class Same:
     index: int
 
 
-def marked(tree: PyTree, argument: PyTree) -> PyTree:
-    """A tree with marks for the leaves that an argument has (inside jit)."""
+def without_same(tree: PyTree, argument: PyTree) -> PyTree:
+    """A tree with a `Same` for each leaf that an argument has (inside jit)."""
     index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(argument))}
     return jax.tree.map(lambda x: Same(index[id(x)]) if id(x) in index else x, tree)
 
 
-def unmarked(tree: PyTree, argument: PyTree) -> PyTree:
-    """A tree with the argument's own leaves instead of marks."""
+def with_same(tree: PyTree, argument: PyTree) -> PyTree:
+    """A tree with the argument's own leaves where a `Same` stands for one."""
     leaves = jax.tree.leaves(argument)
     return jax.tree.map(
         lambda x: leaves[x.index] if isinstance(x, Same) else x,

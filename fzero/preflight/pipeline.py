@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
+from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, with_same
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
@@ -152,7 +152,7 @@ class StageCompiler:
         ranks = range(self.plan.pipe)
         sums_of = [sum(s.sums_bytes for s in run.stages if s.rank == rank) for rank in ranks]
         most = list(sums_of)
-        for mesh, lowered in step.lower_update(TrainState(**fields, **blue.marks), gradients):
+        for mesh, lowered in step.lower_update(TrainState(**fields, **blue.statics), gradients):
             text = lowered.as_text()
             if text not in self._known:
                 self._known[text] = self.target.compile(lowered, mesh)
@@ -225,7 +225,7 @@ class StageCompiler:
             compiled["I"] = self._compile(program, program.input_backward, first)
             (back, halves), _ = jax.eval_shape(program.input_backward, *first)
             halves = self._lying(program, halves, compiled["I"].outputs_at[0][1])
-            halves = unmarked(halves, at.saved)
+            halves = with_same(halves, at.saved)
             half_bytes = self._bytes(halves)
             run = program.weight_backward(sums is not None)
             rest = (*args, halves, unscale)

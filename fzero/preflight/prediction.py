@@ -158,7 +158,7 @@ class _Predictor:
         """The prediction of a step that is one program."""
         assert isinstance(self.step.passes, OneProgram)
         mesh = self.blue.mesh
-        lowered = self.step.lower(TrainState(**self.fields, **self.blue.marks), self.batch)
+        lowered = self.step.lower(TrainState(**self.fields, **self.blue.statics), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
         left = saved_in_a_step(self.step.passes, self.fields, abstract_batch(self.batch, mesh))

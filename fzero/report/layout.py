@@ -86,7 +86,7 @@ def layout(
     group = blue.group
     return Layout(
         mesh=blue.mesh,
-        state=TrainState(**blue.shapes(), **blue.marks),
+        state=TrainState(**blue.shapes(), **blue.statics),
         batch_sharding=batch_sharding(blue.mesh),
         shared_sharding=NamedSharding(blue.mesh, PartitionSpec()),
         batch_multiple=group.data * group.replica * plan.microbatches,

@@ -106,7 +106,7 @@ class Blueprint:
         return tuple((split.path, Kept.of(split).logical) for split in splits if split.pad)
 
     @property
-    def marks(self) -> dict[str, Any]:
+    def statics(self) -> dict[str, Any]:
         """What a state of this layout says in no array."""
         return {"rows": self.rows, "padded": self.padded}
 

@@ -140,7 +140,7 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
 
 def _parked(blue: Blueprint, fields: dict[str, PyTree]) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
-    state = TrainState(**{"opt_state": (), **fields}, **blue.marks)
+    state = TrainState(**{"opt_state": (), **fields}, **blue.statics)
     if blue.parks("opt_state"):
         state = state.replace(opt_state=parked_opt_state(blue, state.params))
     if blue.buckets.parked:
@@ -231,7 +231,7 @@ def abstract_state(
         A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
     """
     blue = blueprint(model, tx, plan, devices)
-    return TrainState(**blue.shapes(), **blue.marks)
+    return TrainState(**blue.shapes(), **blue.statics)
 
 
 def compute_of(blue: Blueprint, params: PyTree) -> PyTree:

@@ -89,7 +89,7 @@ def replan(
         lambda leaf, to: place(leaf, to.sharding), scale if new_plan.skips else None,
         shapes["loss_scale"],
     )  # fmt: skip
-    return TrainState(**fields, **new.marks)
+    return TrainState(**fields, **new.statics)
 
 
 def _replanned(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> PyTree:

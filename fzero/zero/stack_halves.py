@@ -70,9 +70,9 @@ def stack_input_backward(
     cts = rules.fence(program.split_cotangent(cotangent))
     num, ahead = layers.piece.num_layers, rules.prefetch
     cts, (found, _) = look_ahead(num, fetch, back, cts, ahead=ahead, reverse=True, outside=False)
-    rest, marks = cell[-1]
+    rest, passed_on = cell[-1]
     own, computed = jax.tree.leaves(before[0]), iter(found)
-    values = [next(computed) if mark is None else own[mark] for mark in marks]
+    values = [next(computed) if i is None else own[i] for i in passed_on]
     # The second half reads none of what the first did.
     bare = dataclasses.replace(program, shared=[], shared_rest=[], buffers=None)
     return StackHalf(bare, values, rest, before[1]), program.join_cotangent(cts)

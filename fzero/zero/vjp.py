@@ -190,7 +190,7 @@ def forward(
     program = Program(closed.jaxpr, closed.consts)
     values = program.consts | dict(zip(program.inputs, jax.tree.leaves(primals), strict=True))
     index = {id(array): i for i, array in reversed(list(enumerate(known)))}
-    marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
+    indices = {var: index[id(value)] for var, value in values.items() if id(value) in index}
     fewest = policy is keep_fewest and not says_itself
     if fewest:
         # Operation by operation, for any value may be one to keep.
@@ -202,13 +202,13 @@ def forward(
     leaves = program.outputs[len(flat) - len(pulled_back) :]
     # (A leaf of the backward pass may be a number that no array stands for.)
     values.update((x, y) for x, y in zip(leaves, pulled_back, strict=True) if isinstance(x, Var))
-    ops, reads = _movement(program, marks, leaves)
+    ops, reads = _movement(program, indices, leaves)
     if fewest:
-        free = [var for var in reads if var in marks]
-        ops, reads = _from_fewest(program, marks, free, leaves)
-    residuals = tuple(var for var in reads if var not in marks)
-    marks = {var: i for var, i in marks.items() if var in reads}
-    pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, ops)
+        free = [var for var in reads if var in indices]
+        ops, reads = _from_fewest(program, indices, free, leaves)
+    residuals = tuple(var for var in reads if var not in indices)
+    indices = {var: i for var, i in indices.items() if var in reads}
+    pullback = Pullback(pulled[-1], tuple(leaves), indices, residuals, ops)
     return out, aux, pullback, [values[var] for var in residuals]
 
 
