@@ -232,8 +232,8 @@ def _is_padded(side: Any) -> bool:
 
 def _refuse_unpadded(modes: Iterable[Mode]) -> None:
     """No attention of a module would take the lengths of rows."""
-    steps = (step for mode in modes for step in mode.graph.instructions)
-    if not any("mask_padding" in step.kwargs for step in steps):
+    ops = (op for mode in modes for op in mode.graph.instructions)
+    if not any("mask_padding" in op.kwargs for op in ops):
         raise ConversionError(
             'tb.convert(padding_side="right"): no scaled_dot_product_attention of the module has a'
             " mask that is computed of sizes and one argument `(rows, positions)`, or the rows'"

@@ -83,17 +83,17 @@ def without_dropout(converted: Converted) -> Converted:
     Raises:
         ConversionError: it draws random numbers in another way, which cannot be turned off here.
     """
-    return replace(converted, _graphs=converted._graphs.map_steps(_silent))
+    return replace(converted, _graphs=converted._graphs.map_ops(_silent))
 
 
-def _silent(step: Instruction) -> Instruction:
-    args, kwargs = _silenced(step.operator, step.args, step.kwargs)
-    if step.draw is not None and step.operator not in _PROBABILITY:
+def _silent(op: Instruction) -> Instruction:
+    args, kwargs = _silenced(op.operator, op.args, op.kwargs)
+    if op.draw is not None and op.operator not in _PROBABILITY:
         raise ConversionError(
-            f"{step.operator} in {step.where} draws random numbers, which PyTorch and JAX draw "
+            f"{op.operator} in {op.where} draws random numbers, which PyTorch and JAX draw "
             "differently; turn it off for the comparison (drop_path_rate=0.0 and the like)"
         )
-    return replace(step, args=args, kwargs=kwargs, draw=None)
+    return replace(op, args=args, kwargs=kwargs, draw=None)
 
 
 class _NoDropout(TorchFunctionMode):
@@ -238,8 +238,8 @@ def _node_values(
             values.append(program.constants[str(spec.target)])
         else:
             values.append(named[str(spec.target)])
-    steps = converted._graphs.call(train, args, kwargs).mode.graph.instructions
-    names = _names_in(program.graph, steps)
+    ops = converted._graphs.call(train, args, kwargs).mode.graph.instructions
+    names = _names_in(program.graph, ops)
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = _silenced(str(node.target), node.args, node.kwargs)
@@ -249,7 +249,7 @@ def _node_values(
     return recorder.seen
 
 
-def _names_in(graph: torch.fx.Graph, steps: Sequence[Instruction]) -> dict[str, str]:
+def _names_in(graph: torch.fx.Graph, ops: Sequence[Instruction]) -> dict[str, str]:
     """What a graph's operators are called in the graph that a module was converted to.
 
     Their names count what a trace threw away, too, and torch's checks of values do not come alike
@@ -260,11 +260,11 @@ def _names_in(graph: torch.fx.Graph, steps: Sequence[Instruction]) -> dict[str, 
     """
     calls = [node for node in live_nodes(graph) if node.op == "call_function"]
     operators = {node.name: str(node.target) for node in calls}
-    other = next((s for s in steps if operators.get(s.name) != s.operator), None)
+    other = next((op for op in ops if operators.get(op.name) != op.operator), None)
     if other is None:
         return {name: name for name in operators}
-    if [str(node.target) for node in calls] == [step.operator for step in steps]:
-        return {node.name: step.name for node, step in zip(calls, steps, strict=True)}
+    if [str(node.target) for node in calls] == [op.operator for op in ops]:
+        return {node.name: op.name for node, op in zip(calls, ops, strict=True)}
     raise ConversionError(
         f"the module does not trace to the graph that it was converted to ({other.operator} in"
         f" {other.where} is another operator now); convert it again"

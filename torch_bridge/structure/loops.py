@@ -175,7 +175,7 @@ class LoopedGraph:
         loops = [member for member in self.members if isinstance(member, Loop)]
         return frozenset(self.updates).union(*(loop.updates for loop in loops))
 
-    def map_steps(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
+    def map_ops(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
         """The same graph with every op changed."""
         members = tuple(
             replace(member, ops=tuple(map(change, member.ops)))

@@ -321,15 +321,15 @@ def _evaluate(
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *leaves), strict=True))
     env.update(known)
     needed = {atom for atom in wanted if not isinstance(atom, core.Literal) and atom not in env}
-    steps = []
+    taken = []
     for equation in reversed(jaxpr.eqns):
         if needed.isdisjoint(equation.outvars):
             continue
-        steps.append(equation)
+        taken.append(equation)
         needed.update(
             a for a in equation.invars if not isinstance(a, core.Literal) and a not in env
         )
-    for equation in reversed(steps):
+    for equation in reversed(taken):
         operands = [_value(env, atom) for atom in equation.invars]
         if equation.primitive is LOSS:
             env[equation.outvars[0]] = total_of(*operands, **equation.params)

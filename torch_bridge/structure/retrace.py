@@ -157,10 +157,10 @@ class Graphs:
         """One of the rolled graphs; all have the same blocks."""
         return next(iter(self.rolled.values()))
 
-    def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
+    def map_ops(self, change: Callable[[Instruction], Instruction]) -> Graphs:
         """The same graphs with every op changed; they then draw no random numbers."""
         modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
-        rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
+        rolled = {train: graph.map_ops(change) for train, graph in self.rolled.items()}
         return Graphs(modes, rolled, self.again.changed(change), self.dtypes, self.names)
 
     def unrolled(self) -> Graphs:
@@ -304,7 +304,7 @@ class Again:
         rolled = roll_same(program, mode, self.layout, self.min_layers, stacks) if stacks else None
         if self.change is not None:
             mode = _changed(mode, self.change)
-            rolled = rolled and rolled.map_steps(self.change)
+            rolled = rolled and rolled.map_ops(self.change)
         return mode, rolled
 
     def _exported(self, train: bool, computed: Computed | None, example: Any) -> Any:

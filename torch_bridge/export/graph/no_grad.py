@@ -54,7 +54,7 @@ def _refuse_detached_write(
     node: torch.fx.Node, inputs: set[Any], order: dict[torch.fx.Node, int]
 ) -> None:
     passed = _memory(node)
-    if not any(_detaches(step) for step in passed) or not _has_gradient(passed[-1], inputs):
+    if not any(map(_detaches, passed)) or not _has_gradient(passed[-1], inputs):
         return
     seen, pending = set(), [passed[-1]]  # the value and its views, as far as they have a gradient
     while pending:
@@ -217,7 +217,7 @@ def _memory(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
-    """Whether a parameter or an argument of the module reaches a value by differentiable steps."""
+    """Whether a parameter or an argument of the module reaches a value by differentiable ops."""
     seen: set[torch.fx.Node] = set()
     pending = [node]
     # A module's own tensors may be written to (what becomes of parameters is decided later).

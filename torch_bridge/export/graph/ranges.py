@@ -2,7 +2,7 @@
 
 Every whole number of 64 bits gets a range, from what is known without running the graph: arguments
 fit into 32 bits (a call refuses others), sizes are below 2**29, `arange` ends where it ends. What
-has no rule here may be any number, so a rule that is missing costs time and nothing else: a step
+has no rule here may be any number, so a rule that is missing costs time and nothing else: an op
 whose result may not fit is computed in 64 bits (`lower/wide_operators.py`), and so is float64.
 """
 
@@ -93,7 +93,7 @@ class Ranges:
         leaves = [dtypes.get(x.name) if isinstance(x, Ref) else None for x in
                   jax.tree.leaves(template)]  # fmt: skip
         keeps = tuple(keep and node in self.wide for keep in self.keeps(node))
-        # A gradient is refused at what float64 is made of, and not within: there, a step that
+        # A gradient is refused at what float64 is made of, and not within: there, an op that
         # differentiates has left the 64 bits behind.
         made = any(_dtype(x) in WIDE_FLOATS for x in _leaves(node.meta.get("val")))
         known = _WIDE + _NARROW_FLOATS if made and node in self.taught else _WIDE
@@ -278,8 +278,8 @@ def _wide_within(node: torch.fx.Node) -> bool:
         if source.op != "get_attr":
             continue
         body: Any = getattr(node.graph.owning_module, str(source.target))
-        steps = [inner for inner in body.graph.nodes if inner.op == "call_function"]
-        values = [x for inner in steps for x in _leaves(inner.meta.get("val"))]
+        ops = [inner for inner in body.graph.nodes if inner.op == "call_function"]
+        values = [x for inner in ops for x in _leaves(inner.meta.get("val"))]
         if any(isinstance(x, torch.Tensor) and x.dtype in _WIDE for x in values):
             return True
     return False
