@@ -290,7 +290,7 @@ def _names(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _NnxLeaf:
     """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
 
     path: tuple[Any, ...]
@@ -309,10 +309,10 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class _NnxModule:
-    """An nnx module taken apart: its structure in both modes, and a slot for every leaf."""
+    """An nnx module taken apart: its structure in both modes, and what is known of every leaf."""
 
     graphs: Mapping[bool, Any]
-    slots: tuple[_Slot, ...]
+    leaves: tuple[_NnxLeaf, ...]
 
     def call(
         self, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -320,30 +320,30 @@ class _NnxModule:
         """Puts the module together for one call and reads its buffers back."""
         from flax import nnx
 
-        leaves = [
-            (slot.path, slot.filled(_fill(index, slot, params, ctx)))
-            for index, slot in enumerate(self.slots)
+        filled = [
+            (leaf.path, leaf.filled(_fill(index, leaf, params, ctx)))
+            for index, leaf in enumerate(self.leaves)
         ]
-        module = nnx.merge(self.graphs[ctx.train], nnx.from_flat_state(leaves))
+        module = nnx.merge(self.graphs[ctx.train], nnx.from_flat_state(filled))
         kwargs = dict(kwargs)
         function = getattr(module, kwargs.pop("method", "__call__"))
         out = function(*args, **_with_flag(function, ctx.train, args, kwargs))
         after = dict(_flat(module))
-        new = {s.name: jnp.asarray(_value(after[s.path])) for s in self.slots if s.kind == "buffer"}
-        return out, _nested(new)
+        buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer"]
+        return out, _nested({x.name: jnp.asarray(_value(after[x.path])) for x in buffers})
 
 
-def _fill(index: int, slot: _Slot, params: PyTree, ctx: Context) -> Any:
-    """The value of a slot in one call."""
-    empty = _value(slot.template)
-    if slot.kind == "count":
+def _fill(index: int, leaf: _NnxLeaf, params: PyTree, ctx: Context) -> Any:
+    """The value of a leaf in one call."""
+    empty = _value(leaf.template)
+    if leaf.kind == "count":
         return jnp.zeros(empty.shape, empty.dtype)
-    if slot.kind == "key":
+    if leaf.kind == "key":
         # Every stream has a key of its own: nnx.reseed would give all dropout layers one mask.
         key = jax.random.fold_in(ctx.rng, index)
         return jax.random.split(key, empty.shape) if empty.shape else key
-    node = params if slot.kind == "param" else ctx.buffers
-    for step in slot.name:
+    node = params if leaf.kind == "param" else ctx.buffers
+    for step in leaf.name:
         node = node[step]
     return jnp.asarray(node)
 
@@ -359,7 +359,7 @@ def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
         # These two set `deterministic` and `use_running_average` all the way down.
         _ = own.train() if train else own.eval()
         graphs[train] = nnx.graphdef(own)
-    slots: list[_Slot] = []
+    leaves: list[_NnxLeaf] = []
     values: dict[str, dict[tuple[str, ...], Any]] = {"param": {}, "buffer": {}}
     for path, leaf in _flat(own):
         kind = "param" if isinstance(leaf, nnx.Param) else "buffer"
@@ -369,13 +369,13 @@ def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
         shape = shape_of(value if isinstance(value, jax.Array) else np.asarray(value))
         # Only shapes stay behind: a model's functions hold no arrays.
         template = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
-        slots.append(_Slot(path, kind, template))
+        leaves.append(_NnxLeaf(path, kind, template))
         if kind in values:
             copy = np.array(value, dtype=shape.dtype)
             copy.flags.writeable = False
-            values[kind][slots[-1].name] = copy
+            values[kind][leaves[-1].name] = copy
     initial = _nested(values["param"]), _nested(values["buffer"])
-    return _NnxModule(graphs, tuple(slots)), initial
+    return _NnxModule(graphs, tuple(leaves)), initial
 
 
 def _flat(module: Any) -> list[tuple[tuple[Any, ...], Any]]:

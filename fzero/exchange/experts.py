@@ -251,9 +251,9 @@ class _Mixture:
     ) -> jax.Array:  # fmt: skip
         """Results of the choices that travel in a round, at their positions; 0 for all others."""
         counts, each = self._counts(of), self.num // self.devices
-        slot = number * self.room + jnp.arange(self.room)
-        sent = slot < counts[:, None]
-        position = (jnp.cumsum(counts) - counts)[:, None] + slot
+        nth = number * self.room + jnp.arange(self.room)
+        sent = nth < counts[:, None]
+        position = (jnp.cumsum(counts) - counts)[:, None] + nth
         choice = order[jnp.minimum(position, of.size - 1)]
         given = x[choice // self.k], gates[choice], of[choice] % each
         fill = jnp.zeros((), x.dtype), jnp.zeros((), gates.dtype), jnp.int32(each)

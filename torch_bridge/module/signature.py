@@ -76,11 +76,11 @@ class CallForm:
         given = _named(self.signature, bind(self.signature, args, kwargs))
         args_spec, kwargs_spec = _children(self.spec)
         leaves: list[tuple[str, Any]] = []
-        slots = [
+        named = [
             *zip(self.positional, _children(args_spec), strict=True),
             *zip(self.keyword, _children(kwargs_spec), strict=True),
         ]
-        for name, spec in slots:
+        for name, spec in named:
             leaves.extend(_leaves(spec, self._take(name, given), name))
         for name, value in given.items():
             default = self._default(name)

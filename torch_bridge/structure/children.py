@@ -124,7 +124,7 @@ class Children:
                 raise _NotEqual(f"{before} hands on a value of 64 bits")
 
     def _wires(self, layers: list[tuple[int, ...]], k: int) -> list[int | str | None]:
-        """Where layer k > 0 gets each slot from.
+        """Where layer k > 0 gets each input from.
 
         From an op of the layer before it, by number; from a value that all layers read, by name;
         None: a constant or a leaf, of which each layer has its own.
@@ -173,14 +173,14 @@ class Children:
         ops, form = [self.ops(numbers) for numbers in layers], self.form(layers[0])
         body, scanned = self._scanned(layers)
         wires = self._wires(layers, 1)
-        carry = [(slot, wire) for slot, wire in enumerate(wires) if isinstance(wire, int)]
+        carry = [(i, wire) for i, wire in enumerate(wires) if isinstance(wire, int)]
         stacked = {one.leaves[0].name: one.name for one in stacked_leaves(self.layout, [stack])}
         leaf_of = {value: self.trace.leaves.get(value, "") for value in form.outside}
         return Loop(
             stack,
             frozenset(op.name for layer in ops for op in layer),
             body,
-            tuple((form.outside[slot], body[op].name) for slot, op in carry),
+            tuple((form.outside[i], body[op].name) for i, op in carry),
             {ops[-1][op].name: at for at, (_, op) in enumerate(carry)},
             tuple(v for v, wire in zip(form.outside, wires, strict=True) if isinstance(wire, str)),
             {value: stacked[leaf] for value, leaf in leaf_of.items() if leaf in stacked},

@@ -37,9 +37,9 @@ class Form:
 
     Attributes:
         ops: every op in comparable form.
-        slots: what comes from outside, in the order of first use: `("leaf", role)`,
+        inputs: what comes from outside, in the order of first use: `("leaf", role)`,
             `("constant",)` or `("value",)`, each with dtype and shape.
-        outside: the name of each slot's value in the graph.
+        outside: the name of each input in the graph.
         index: the number of each value that the ops compute.
         updates: buffers that are written: `(role, number of the new value)`.
         leaves: every leaf that belongs to the blocks, used or not, by role, in comparable form.
@@ -47,7 +47,7 @@ class Form:
     """
 
     ops: tuple[Any, ...]
-    slots: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     outside: tuple[str, ...]
     index: Mapping[str, int]
     updates: tuple[Any, ...]
@@ -57,7 +57,7 @@ class Form:
     @property
     def body(self) -> Any:
         """What equal layers of a stack have in common."""
-        return self.ops, self.slots, self.updates, dict(self.leaves)
+        return self.ops, self.inputs, self.updates, dict(self.leaves)
 
 
 def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf]) -> Form:
@@ -70,15 +70,15 @@ def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf])
     """
     index = {op.name: number for number, op in enumerate(ops)}
     role_of = {leaf.name: role for role, leaf in owned.items()}
-    slots: dict[str, int] = {}
+    inputs: dict[str, int] = {}
     described: list[Any] = []
     scalars: list[tuple[int, float]] = []
 
-    def slot(name: str) -> int:
-        if name not in slots:
-            slots[name] = len(slots)
-            described.append(_slot(trace, role_of, name))
-        return slots[name]
+    def number_of(name: str) -> int:
+        if name not in inputs:
+            inputs[name] = len(inputs)
+            described.append(_input(trace, role_of, name))
+        return inputs[name]
 
     def arguments(op: Instruction) -> Any:
         position = SCALARS.get(op.operator, len(op.args))
@@ -94,7 +94,7 @@ def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf])
                 return ("size", str(known.size))
             if value.name in index:
                 return ("own", index[value.name])
-            return ("slot", slot(value.name))
+            return ("input", number_of(value.name))
         if isinstance(value, list | tuple):
             return (type(value).__name__, *map(plain, value))
         if isinstance(value, Mapping):
@@ -120,10 +120,10 @@ def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf])
         )
     )
     leaves = {role: _leaf(leaf) for role, leaf in owned.items()}
-    return Form(canonical, tuple(described), tuple(slots), index, updates, leaves, tuple(scalars))
+    return Form(canonical, tuple(described), tuple(inputs), index, updates, leaves, tuple(scalars))
 
 
-def _slot(trace: Trace, role_of: Mapping[str, str], name: str) -> Any:
+def _input(trace: Trace, role_of: Mapping[str, str], name: str) -> Any:
     form = trace.known[name].form
     if trace.leaves.get(name) in role_of:
         return ("leaf", role_of[trace.leaves[name]], form)
@@ -154,7 +154,7 @@ def difference(a: Form, b: Form) -> str:
             return f"{one[0]} gives {_shown(other[5])} instead of {_shown(one[5])}"
     if len(a.ops) != len(b.ops):
         return f"it has {len(b.ops)} operators instead of {len(a.ops)}"
-    for mine, other in zip(a.slots, b.slots, strict=False):
+    for mine, other in zip(a.inputs, b.inputs, strict=False):
         if mine != other:
             return f"it reads {_shown(other[1:])} where the first reads {_shown(mine[1:])}"
     return "they update their buffers differently"
