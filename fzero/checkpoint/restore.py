@@ -19,7 +19,7 @@ import optax
 from fzero.axes import DATA, zero_sizes
 from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, instead, read_meta
 from fzero.checkpoint.write import first_says, wait
-from fzero.compat import is_key, outside_of_meshes
+from fzero.compat import outside_of_meshes
 from fzero.errors import CheckpointError, some_of, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import LossScale, initial_loss_scale
@@ -29,7 +29,7 @@ from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.lazy_array import Index, LazyArray
-from fzero.sharding.relayout import Kept, copy_leaf, filled_up, relayout
+from fzero.sharding.relayout import Kept, copy_leaf, filled_up, place, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained, update_dtype
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
@@ -143,10 +143,7 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     shapes = blue.shapes()
 
     def put(value: Any, to: Any) -> jax.Array:
-        if is_key(value):  # which `device_put` does not take to devices of other processes
-            moved: jax.Array = jax.jit(lambda x: x, out_shardings=to.sharding)(value)
-            return moved
-        return jax.device_put(value, to.sharding)
+        return place(value, to.sharding)
 
     compute = compute_of(blue, params)
     params = parked_field(blue, "params", params)

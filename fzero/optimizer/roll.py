@@ -122,7 +122,7 @@ class Rolled:
         # For each value a number that says what it is, and the layer that it belongs to.
         self.known: dict[Var, tuple[int, Layer | None]] = {}
         self._numbers: dict[Any, int] = {}
-        self._members: dict[int, set[int]] = defaultdict(set)
+        self._layers: dict[int, set[int]] = defaultdict(set)
         # Where results of so many layers lie.
         self.rows: dict[tuple[str | None, int], Rows] = {
             (p.source.stack, len(p.source.rows.order)): p.source.rows
@@ -161,7 +161,7 @@ class Rolled:
         number = self._numbers.setdefault((key, layer and layer[0]), len(self._numbers))
         self.known[var] = number, layer
         if layer is not None:
-            self._members[number].add(layer[1])
+            self._layers[number].add(layer[1])
 
     def _stacked(self, var: Any) -> bool:
         """Whether a value is one layer's of those that are computed together."""
@@ -171,7 +171,7 @@ class Rolled:
         if layer is None:
             return False
         (_, rows), _ = layer
-        return len(self._members[number]) == len(rows.order)
+        return len(self._layers[number]) == len(rows.order)
 
     def __call__(self, scope: Scope) -> PyTree:
         """Runs the function.

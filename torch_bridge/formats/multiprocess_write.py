@@ -130,7 +130,7 @@ class _Together(Turns):
         return [one["said"] for one in found]
 
     def folder(self, make: Callable[[], Path]) -> Path:
-        if self.apart:
+        if self.own_folders:
             self._writers = list(range(jax.process_count()))
             return make()
         path = Path(self.told(str(make()) if self.leads else None)[0])

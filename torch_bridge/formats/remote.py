@@ -56,7 +56,7 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be written, or is a folder that is there.
     """
-    turns.apart = True
+    turns.own_folders = True
     url = str(turns.told(url)[0]).rstrip("/")
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         local = Path(folder) / url.rpartition("/")[2]

@@ -70,7 +70,7 @@ def staged_directory(
     Raises:
         CheckpointError: there is something else.
     """
-    owns = turns.leads or turns.apart
+    owns = turns.leads or turns.own_folders
     temporary = turns.folder(lambda: _beside(target, merge, check))
     try:
         yield temporary

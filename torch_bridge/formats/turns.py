@@ -22,12 +22,12 @@ class Turns:
 
     Attributes:
         leads: whether this process does what one alone has to do.
-        apart: whether every process writes into a folder of its own.
+        own_folders: whether every process writes into a folder of its own.
         count: how many write.
     """
 
     leads = True
-    apart = False
+    own_folders = False
     count = 1
 
     @contextlib.contextmanager

@@ -123,7 +123,7 @@ def _name(scheduler: Any) -> str:
     return f"scheduler {type(scheduler).__name__}"
 
 
-def _members(scheduler: Any) -> Sequence[Any]:
+def _inner(scheduler: Any) -> Sequence[Any]:
     """The schedulers that one consists of."""
     return tuple(getattr(scheduler, "_schedulers", ()))
 
@@ -131,7 +131,7 @@ def _members(scheduler: Any) -> Sequence[Any]:
 def position(scheduler: Any) -> int:
     """How many steps a scheduler has made."""
     if isinstance(scheduler, lr_scheduler.ChainedScheduler):
-        return position(_members(scheduler)[0])
+        return position(_inner(scheduler)[0])
     return int(scheduler.last_epoch)
 
 
@@ -213,7 +213,7 @@ def _borrowed(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Put an optimizer's hyperparameters and its scheduler back as they were."""
     schedulers = [scheduler]
     for one in schedulers:
-        schedulers.extend(_members(one))
+        schedulers.extend(_inner(one))
     kept = [(one, _shallow(vars(one))) for one in schedulers]
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     called = getattr(optimizer, "_opt_called", None)
@@ -262,7 +262,7 @@ def _restarting(scheduler: Any) -> _Pattern | None:
 
 
 def _in_turn(scheduler: Any) -> _Pattern | None:
-    last = _pattern(_members(scheduler)[-1])
+    last = _pattern(_inner(scheduler)[-1])
     begin = max(scheduler._milestones, default=0)
     return None if last is None else _Pattern(begin + last.start, last.period, last.factor)
 
@@ -270,10 +270,10 @@ def _in_turn(scheduler: Any) -> _Pattern | None:
 def _together(scheduler: Any) -> _Pattern | None:
     """Schedulers that only multiply the rate do so whatever the others do."""
     multiply = (*_SETTLING, *_GEOMETRIC, lr_scheduler.MultiStepLR)
-    members = _members(scheduler)
-    found = [_pattern(one) for one in members if type(one) in multiply]
+    inner = _inner(scheduler)
+    found = [_pattern(one) for one in inner if type(one) in multiply]
     patterns = [one for one in found if one is not None]
-    if len(patterns) != len(members):
+    if len(patterns) != len(inner):
         return None
     period = math.lcm(*(one.period for one in patterns))
     factor = math.prod(one.factor ** (period // one.period) for one in patterns)
