@@ -34,7 +34,7 @@ from torch_bridge.structure.loss_call import FindCall, NotOneCallError, find_cal
 from torch_bridge.structure.programs import CallPrograms
 from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.stacked_names import Names
-from torch_bridge.structure.unread import may_be_unread
+from torch_bridge.structure.unread_parameters import may_be_unread
 
 
 Arrays = Mapping[str, Any]

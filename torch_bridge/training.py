@@ -21,7 +21,7 @@ from fzero.state.require import require_alive
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
-from fzero.step.rows_apart import looked_at
+from fzero.step.row_sums import looked_at
 from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted

@@ -4,13 +4,13 @@
 - `steps`: the shells that they return.
 - `checks`: what a shell refuses before anything runs; `scalars`: numbers, and a key, that users
   wrote into the state.
-- `rows_apart`: whether a loss is a sum over rows; `row_counts`: whether it counts as one.
+- `row_sums`: whether a loss is a sum over rows; `row_counts`: whether it counts as one.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or
   streamed, and on the host.
 - `skips`: what a step that is skipped leaves as it was.
-- `finite`: names the first value that is not finite; `values`: what the passes hand to the update.
+- `looks`: names the first value that is not finite; `values`: what the passes hand to the update.
 """
 
 from fzero.step.factories import accumulate_step as accumulate_step

@@ -30,7 +30,7 @@ from fzero.state.require import (
     require_unaliased,
 )
 from fzero.state.train_state import TrainState
-from fzero.step.rows_apart import with_batch
+from fzero.step.row_sums import with_batch
 from fzero.step.scalars import with_scalars_placed
 from fzero.storage.tiers import tier_of
 from fzero.tree import PyTree, same_object

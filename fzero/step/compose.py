@@ -12,8 +12,8 @@ from fzero.keys import step_key
 from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import Pending
-from fzero.step.finite import Look, looks_at_one_program, looks_at_stages
 from fzero.step.host_update import HostUpdate
+from fzero.step.looks import Look, looks_at_one_program, looks_at_stages
 from fzero.step.passes import OneProgram, Passes, Pipeline, kept_by, read_by
 from fzero.step.placed_update import PlacedUpdate
 from fzero.step.update import Update

@@ -27,7 +27,7 @@ from fzero.programs.once import one_trace
 from fzero.programs.partitioner_faults import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
-from fzero.step.rows_apart import warn_of_rows_together
+from fzero.step.row_sums import warn_of_rows_together
 from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
 from fzero.zero.finite_marks import local_marks

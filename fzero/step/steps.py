@@ -24,7 +24,7 @@ from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState, fields_of
 from fzero.step.checks import Checks, require_finite
 from fzero.step.compose import Fused, Separate, compiled, look, options_of, runner_of
-from fzero.step.finite import require_finite_batch, require_finite_looks
+from fzero.step.looks import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
 from fzero.step.placed_update import PlacedUpdate
 from fzero.step.values import Gradients, Metrics, StepAndKey, Values, metrics_of

@@ -29,7 +29,7 @@ from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.retrace import Call, Graphs
-from torch_bridge.structure.unread import (
+from torch_bridge.structure.unread_parameters import (
     may_be_unread,
     num_values,
     unread_parameters,

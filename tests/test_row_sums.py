@@ -90,11 +90,11 @@ def in_a_loop(p, batch):
 
 A_SUM = r"is a sum over rows, of which a mean over devices is taken"
 LOSSES = {
-    contrastive: r"compares rows with each other \(dot_general in test_rows_apart.py:",
-    distances: r"compares rows with each other \(sub in test_rows_apart.py:",
+    contrastive: r"compares rows with each other \(dot_general in test_row_sums.py:",
+    distances: r"compares rows with each other \(sub in test_row_sums.py:",
     decorrelated: r"is no sum over rows \(integer_pow|is no sum over rows \(square",
-    share_of_masked: r"is no sum over rows \(div in test_rows_apart.py:",
-    masked_at_least_one: r"is no sum over rows \(max in test_rows_apart.py:",
+    share_of_masked: r"is no sum over rows \(div in test_row_sums.py:",
+    masked_at_least_one: r"is no sum over rows \(max in test_row_sums.py:",
     (lambda p, b: jnp.sqrt(squares(p, b).mean())): r"is no sum over rows \(sqrt",
     (lambda p, b: squares(p, b).max()): r"is no sum over rows \(reduce_max",
     (lambda p, b: jnp.log(jnp.mean(jnp.exp(both(p, b)[0]))) + 1): r"is no sum over rows \(log",
@@ -244,7 +244,7 @@ def test_what_counts_is_not_known_of_a_traced_batch():
     model = model_of(share_of_labelled)
     step = fz.train_step(model, TX, plan, devices=devices)
     state = fz.init(model, TX, plan, devices=devices)
-    with said(r"no sum over rows \(div in test_rows_apart.py:\d+\), which is the same only where"):
+    with said(r"no sum over rows \(div in test_row_sums.py:\d+\), which is the same only where"):
         jax.jit(step)(state, {**BATCH, "labels": EVEN})
 
 

@@ -98,7 +98,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
-    known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
+    known, key = memo(blue.model), ("row sums", structure, kinds, train, tracing_context())
     if key not in known:
         known[key] = True
         over = {"devices": devices, "microbatches": microbatches}
