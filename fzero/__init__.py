@@ -7,8 +7,8 @@ import typing as _typing
 from fzero.axes import Parts as Parts
 from fzero.batch import Shared as Shared
 from fzero.batch import pad_batch as pad_batch
-from fzero.checkpoint.record import Checkpoint as Checkpoint
-from fzero.checkpoint.record import checkpoint as checkpoint
+from fzero.checkpoint.metadata import Checkpoint as Checkpoint
+from fzero.checkpoint.metadata import checkpoint as checkpoint
 from fzero.checkpoint.restore import restore as restore
 from fzero.checkpoint.write import save as save
 from fzero.checkpoint.write import wait as wait

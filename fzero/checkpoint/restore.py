@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from fzero.axes import DATA, zero_sizes
-from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, instead, read_meta
+from fzero.checkpoint.metadata import Checkpoint, array_path, checkpoint, instead, read_meta
 from fzero.checkpoint.write import first_says, wait
 from fzero.compat import outside_of_meshes
 from fzero.errors import CheckpointError, some_of, warn

@@ -27,7 +27,7 @@ import numpy as np
 
 from fzero.axes import zero_sizes
 from fzero.checkpoint import claim, objects
-from fzero.checkpoint.record import FORMAT, absolute_path, array_key, sealed
+from fzero.checkpoint.metadata import FORMAT, absolute_path, array_key, sealed
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key

@@ -4,7 +4,7 @@
 and `fzero.sharding.stages`; in this folder is what runs a schedule in a step:
 
 - `execute` runs it, by `programs` of each stage; `stage_inputs`: between the state and the stages.
-- `record` (`recorded`): when each action ran.
+- `recording` (`recorded`): when each action ran.
 """
 
 import importlib
@@ -72,7 +72,7 @@ __all__ = [
 # A schedule is data that plans are made of; a partition is made of models, which lie above plans.
 # So what is above is imported when it is asked for.
 _LAZY = dict.fromkeys(("Partition", "Piece", "partition"), "fzero.sharding.stages")
-_LAZY |= dict.fromkeys(("Recording", "recorded"), "fzero.pipeline.record")
+_LAZY |= dict.fromkeys(("Recording", "recorded"), "fzero.pipeline.recording")
 
 
 def __getattr__(name: str) -> Any:

@@ -98,7 +98,7 @@ class Run:
     """A model, an optimizer, a plan and the steps built from them; it holds no state.
 
     Args:
-        start: makes the same new state at every call (a copy: `fz.init` compiles anew).
+        first: a new state, of which `start` makes a copy at every call.
     """
 
     model: fz.Model

@@ -14,7 +14,7 @@ from support import tiny
 
 import fzero as fz
 from fzero.pipeline import gpipe, recorded, simulate, zb_h1
-from fzero.pipeline.record import Recording
+from fzero.pipeline.recording import Recording
 from fzero.schedule.actions import Action
 from fzero.schedule.medians import medians
 from fzero.schedule.order import gives, needs
