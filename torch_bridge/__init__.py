@@ -6,7 +6,6 @@ from torch_bridge.adapters.state import adapter as adapter
 from torch_bridge.adapters.state import merge as merge
 from torch_bridge.adapters.state import unmerge as unmerge
 from torch_bridge.adapters.state import with_adapter as with_adapter
-from torch_bridge.calls import wrap as wrap
 from torch_bridge.configs import Imported as Imported
 from torch_bridge.configs import from_accelerate as from_accelerate
 from torch_bridge.configs import from_deepspeed as from_deepspeed
@@ -55,6 +54,7 @@ from torch_bridge.statedict import state_dict as state_dict
 from torch_bridge.training import batch as batch
 from torch_bridge.training import fit as fit
 from torch_bridge.training import load_into as load_into
+from torch_bridge.wrap import wrap as wrap
 
 
 __all__ = [

@@ -58,7 +58,7 @@ LAYERS = {
         ["structure", "loss_module"],
         ["converted", "convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
-        ["formats", "optim", "training", "mean_loss", "calls", "configs"],
+        ["formats", "optim", "training", "mean_loss", "wrap", "configs"],
         ["adapters", "generation", "lightning"],
         ["cli"],
     ],
