@@ -78,8 +78,8 @@ class Ring:
             length: of each chunk.
             moved: by how many devices the chunks have been moved on.
         """
-        home = (jax.lax.axis_index(self.axis) - moved) % self.size
-        chunks = [home, 2 * self.size - 1 - home] if self.zigzag else [home]
+        first = (jax.lax.axis_index(self.axis) - moved) % self.size
+        chunks = [first, 2 * self.size - 1 - first] if self.zigzag else [first]
         return jnp.stack(chunks)[:, None] * length + jnp.arange(length)
 
     def seen(self, at: Any, to: Any, own: Any, other: Any, moved: int) -> Any:
@@ -110,9 +110,9 @@ class Ring:
         if not self.zigzag:
             return block[None]
         first, second = jnp.split(block, 2, axis=1)
-        first = jax.lax.ppermute(first, self.axis, [(i, self._home(2 * i)) for i in self._all])
+        first = jax.lax.ppermute(first, self.axis, [(i, self._holder(2 * i)) for i in self._all])
         second = jax.lax.ppermute(
-            second, self.axis, [(i, self._home(2 * i + 1)) for i in self._all]
+            second, self.axis, [(i, self._holder(2 * i + 1)) for i in self._all]
         )
         return self._ordered(first, second)
 
@@ -121,9 +121,9 @@ class Ring:
         if not self.zigzag:
             return chunks[0]
         first, second = self._ordered(chunks[0], chunks[1])
-        first = jax.lax.ppermute(first, self.axis, [(self._home(2 * i), i) for i in self._all])
+        first = jax.lax.ppermute(first, self.axis, [(self._holder(2 * i), i) for i in self._all])
         second = jax.lax.ppermute(
-            second, self.axis, [(self._home(2 * i + 1), i) for i in self._all]
+            second, self.axis, [(self._holder(2 * i + 1), i) for i in self._all]
         )
         return jnp.concatenate([first, second], axis=1)
 
@@ -131,7 +131,7 @@ class Ring:
     def _all(self) -> range:
         return range(self.size)
 
-    def _home(self, chunk: int) -> int:
+    def _holder(self, chunk: int) -> int:
         """The device that a chunk is dealt to."""
         return min(chunk, 2 * self.size - 1 - chunk)
 

@@ -72,7 +72,7 @@ class Section:
 @dataclass(frozen=True)
 class _Where:
     site: Site | None  # None: from small replicated values alone, so anywhere
-    turn: int
+    hops: int  # how often what it is made of went from one site to another
 
 
 class Labels(NamedTuple):
@@ -179,9 +179,9 @@ class PlacedFunction:
         for op in self.program.ops:
             at = [self.where[x] for x in op.reads()]
             site = self._site_of(op)
-            turn = max((w.turn + (w.site not in (site, None)) for w in at), default=0)
+            hops = max((w.hops + (w.site not in (site, None)) for w in at), default=0)
             for var in op.results:
-                self.where[var] = _Where(site, turn)
+                self.where[var] = _Where(site, hops)
         self._sink()
 
     def _sink(self) -> None:
@@ -197,7 +197,7 @@ class PlacedFunction:
             where = self.where[op.results[0]]
             later = [at for var in op.results for at in readers.get(var, [])]
             if later and where.site is not None and {at.site for at in later} == {where.site}:
-                where = _Where(where.site, min(at.turn for at in later))
+                where = _Where(where.site, min(at.hops for at in later))
                 self.where.update(dict.fromkeys(op.results, where))
             for var in op.reads():
                 readers.setdefault(var, []).append(where)
@@ -246,13 +246,13 @@ class PlacedFunction:
         )
 
     def _divide(self, wanted: Sequence[NamedSharding], labels: Sequence[str]) -> None:
-        """Makes one program per site and turn."""
+        """Makes one program per site and number of hops."""
         sections: dict[tuple[Site, int], Section] = {}
         maker = {var: op for op in self.program.ops for var in op.results}
         order = {id(op): i for i, op in enumerate(self.program.ops)}
 
-        def section(site: Site, turn: int) -> Section:
-            return sections.setdefault((site, turn), Section(self.meshes[site.devices]))
+        def section(site: Site, hops: int) -> Section:
+            return sections.setdefault((site, hops), Section(self.meshes[site.devices]))
 
         def give(var: Var, by: Section, key: tuple[Site, int]) -> None:
             """Adds a value, and everything it takes, to a section."""
@@ -265,7 +265,7 @@ class PlacedFunction:
                     continue
                 seen.add(x)
                 at, op = self.where[x], maker.get(x)
-                here = op is not None and (at.site is None or (at.site, at.turn) == key)
+                here = op is not None and (at.site is None or (at.site, at.hops) == key)
                 if here:
                     assert op is not None
                     seen.update(op.results)
@@ -275,19 +275,19 @@ class PlacedFunction:
                 by.reads.append(x)
                 if op is not None:
                     assert at.site is not None
-                    give(x, section(at.site, at.turn), (at.site, at.turn))
+                    give(x, section(at.site, at.hops), (at.site, at.hops))
 
         self.outputs = list(zip(self.program.outputs, wanted, strict=True))
         for (var, sharding), label in zip(self.outputs, labels, strict=True):
             if not isinstance(var, Var) or var not in maker:
                 continue
-            site, turn = self.where[var].site, self.where[var].turn
+            site, hops = self.where[var].site, self.where[var].hops
             if site is None:
                 site = Site(devices_of(sharding), label)
                 self.meshes.setdefault(site.devices, sharding.mesh)
             if site.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)
-            give(var, section(site, turn), (site, turn))
+            give(var, section(site, hops), (site, hops))
         self.sections = [sections[key] for key in sorted(sections, key=lambda k: k[1])]
         for one in self.sections:
             one.ops.sort(key=lambda op: order[id(op)])

@@ -158,8 +158,8 @@ class _Walk:
 
 
 def is_foreign(what: Any) -> bool:
-    home = getattr(what, "__name__" if isinstance(what, types.ModuleType) else "__module__", None)
-    return (home or "builtins").partition(".")[0] in _FOREIGN
+    module = getattr(what, "__name__" if isinstance(what, types.ModuleType) else "__module__", None)
+    return (module or "builtins").partition(".")[0] in _FOREIGN
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:

@@ -57,10 +57,10 @@ def warn_of_questions(module: torch.nn.Module) -> None:
 
 def _names_distributed(function: types.FunctionType, names: Collection[str]) -> bool:
     """Whether a function names PyTorch's module of processes, by whatever name."""
-    homes = ["torch.distributed"] if "distributed" in names else []
+    modules = ["torch.distributed"] if "distributed" in names else []
     for value in map(function.__globals__.get, names):
         if isinstance(value, types.ModuleType):
-            homes.append(value.__name__)
+            modules.append(value.__name__)
         elif isinstance(value, types.FunctionType):
-            homes.append(value.__module__)
-    return any(home.startswith("torch.distributed") for home in homes)
+            modules.append(value.__module__)
+    return any(module.startswith("torch.distributed") for module in modules)
