@@ -181,11 +181,13 @@ class Plan(Boxed):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            object.__setattr__(self, one.name, _of_python(getattr(self, one.name)))
         object.__setattr__(self, "remat", as_remat(self.remat))
         object.__setattr__(self, "tiers", as_tiers(self.tiers))
         object.__setattr__(self, "keep_fp32", path_patterns("keep_fp32", self.keep_fp32))
         if not isinstance(self.partition, str):
-            object.__setattr__(self, "partition", tuple(self.partition))
+            object.__setattr__(self, "partition", tuple(map(_of_python, self.partition)))
         check_values(self)
         check_exclusions(self)
         self._check_schedule()
@@ -415,6 +417,11 @@ class Plan(Boxed):
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""
         return dataclasses.replace(self, **changes)
+
+
+def _of_python(value: Any) -> Any:
+    """A number of NumPy's as Python's, which JSON has."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @lru_cache(maxsize=256)

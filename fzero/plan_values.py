@@ -171,9 +171,9 @@ def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
         share: Any = 1.0
         if isinstance(value, list | tuple) and len(value) == 2:
             value, share = value
-        elif isinstance(value, int | float):
+        elif _is_number(value):
             value, share = "host", value
-        if value not in TIERS or not isinstance(share, int | float) or not 0 <= share <= 1:
+        if value not in TIERS or not _is_number(share) or not 0 <= share <= 1:
             raise PlanError(
                 f"plan: tiers[{name!r}]={given[name]!r}: expected one of {list(TIERS)}, a share"
                 " from 0 to 1 (of the bytes, on the host), or a pair of both"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -38,6 +39,10 @@ REFUSED = [
     # A quotient of two of these, or of zeros, would be no number.
     ({"clip_norm": float("inf")}, ["clip_norm=inf", "float32", "None"]),
     ({"clip_norm": 1e39}, ["clip_norm=1e+39", "float32", "None"]),
+    ({"clip_norm": np.float32(0)}, ["clip_norm=0.0", "positive", "None"]),
+    ({"zero": np.True_}, ["zero=True", "[0, 1, 2, 3]"]),
+    ({"tiers": {"opt_state": True}}, ["tiers['opt_state']=True", "share"]),
+    ({"tiers": {"opt_state": ("disk", True)}}, ["('disk', True)", "share"]),
     ({"clip_norm": 1e-39}, ["clip_norm=1e-39", "float32", "None"]),
     ({"pipe": 2, "reduce": "step"}, ["reduce='step'", "reduce='microbatch'"]),
     ({"schedule": "2f2b"}, ["schedule='2f2b'", "'gpipe', '1f1b'"]),
@@ -183,6 +188,18 @@ def test_every_field_has_a_value_of_its_own_in_the_json_test():
     every = {**EVERY, **SPARING, **EIGHT}
     assert set(every) == set(defaults)
     assert all(every[name] != defaults[name] for name in every if name != "pipe")
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    plan = fz.Plan(
+        zero=np.int64(3), data=np.int64(2), clip_norm=np.float32(0.5), ema=np.float64(0.5),
+        pipe=np.int32(2), partition=np.array([2, 2]), skip_nonfinite=np.True_,
+    )  # fmt: skip
+    like = fz.Plan(
+        zero=3, data=2, clip_norm=0.5, ema=0.5, pipe=2, partition=(2, 2), skip_nonfinite=True
+    )
+    assert repr(plan) == repr(like)
+    assert fz.Plan.from_json(json.dumps(plan.to_json())) == like
 
 
 def test_json_with_an_unknown_key_is_refused():
