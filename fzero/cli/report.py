@@ -43,7 +43,7 @@ def report(
     killed, as far as its files reach.
     """
     # jax takes a second to import: after --help.
-    from fzero.runs.files import ReportError, read_run
+    from fzero.runs.files import RunError, read_run
     from fzero.runs.page import page
     from fzero.runs.trace import chrome_trace
 
@@ -53,13 +53,13 @@ def report(
             print(f"{one.path}: {line}")
     target = trace or out or run / "report.html"
     if target.is_dir() or not target.absolute().parent.is_dir():
-        raise ReportError(f"report: {target}: expected a file in a directory that exists")
+        raise RunError(f"report: {target}: expected a file in a directory that exists")
     if trace is not None:
         first = runs[0]
         timelines = [("measured", first.measured), ("simulated", first.simulated)]
         known = [(name, timeline) for name, timeline in timelines if timeline is not None]
         if not known and not first.copies:
-            raise ReportError(
+            raise RunError(
                 f"report: {run} has no timeline: expected a run of a pipeline (pipe=2 or more)"
                 " or with tiers, of at least one step after the first"
             )

@@ -27,7 +27,7 @@ SUMMARY = "summary.json"
 Entry = dict[str, Any]
 
 
-class ReportError(FzeroError, ValueError):
+class RunError(FzeroError, ValueError):
     """A directory is no run, or a file in it cannot be read."""
 
 
@@ -136,14 +136,14 @@ def read_run(path: Path) -> Run:
         path: the directory.
 
     Raises:
-        ReportError: it is no run, or a file in it is damaged; says which and what is expected.
+        RunError: it is no run, or a file in it is damaged; says which and what is expected.
     """
     if not path.is_dir():
         what = "a file" if path.exists() else "no such directory"
-        raise ReportError(f"report: {path}: expected the directory of a run, got {what}")
+        raise RunError(f"report: {path}: expected the directory of a run, got {what}")
     if not (path / METRICS).is_file():
         others = sorted(one.name for one in path.iterdir())[:4]
-        raise ReportError(
+        raise RunError(
             f"report: {path} is no run: expected what `fzero train --out {path}` writes"
             f" ({METRICS}, {RUN}), found {', '.join(others) or 'nothing'}"
         )
@@ -158,7 +158,7 @@ def read_run(path: Path) -> Run:
     try:
         _ = run.measured
     except (ScheduleError, KeyError, ValueError, TypeError) as error:
-        raise ReportError(f"report: {path / TIMELINE}: expected a timeline: {error}") from error
+        raise RunError(f"report: {path / TIMELINE}: expected a timeline: {error}") from error
     return run
 
 
@@ -175,7 +175,7 @@ def _lines(path: Path, said: list[str]) -> tuple[Entry, ...]:
             entry = json.loads(text)
             entry["step"]
         except (ValueError, TypeError, KeyError):
-            raise ReportError(
+            raise RunError(
                 f"report: {path}, line {number}: expected a JSON object with a step, got"
                 f" {text[:60]!r}"
             ) from None
@@ -192,9 +192,9 @@ def _object(path: Path) -> Entry:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"report: {path}: expected JSON: {error}") from None
+        raise RunError(f"report: {path}: expected JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ReportError(f"report: {path}: expected a JSON object, got {type(found).__name__}")
+        raise RunError(f"report: {path}: expected a JSON object, got {type(found).__name__}")
     return found
 
 
