@@ -1,4 +1,4 @@
-"""Checkpoint formats: every reader gives a `Checkpoint` of lazy tensors, every writer takes one.
+"""Checkpoint formats: readers give a `Checkpoint` of lazy tensors, writers take one (not `peft`).
 
 - `content`: what a checkpoint holds, whatever its format; `state` makes it of a training state,
   `adapters` of an adapter, `adam` of an optimizer.
