@@ -78,7 +78,7 @@ import importlib.resources as r, importlib.metadata as m, fzero, torch_bridge, f
 print(fzero.__file__); print(torch_bridge.__file__); print(fzero_command.__file__)
 print(m.version("fzero"))
 pages = ("runs/page.html.jinja", "preflight/page.html.jinja", "report/base.html.jinja")
-for name in ("topologies/h200.txtpb", *pages, "py.typed"):
+for name in ("preflight/topologies/h200.txtpb", *pages, "py.typed"):
     assert r.files("fzero").joinpath(name).read_text() is not None
 """
     said = run(installed, "-c", code, cwd=tmp_path).split()

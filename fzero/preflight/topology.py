@@ -15,7 +15,7 @@ from fzero.errors import PreflightError
 
 
 CPU = "cpu"
-# Names of the target configurations in fzero/topologies: what XLA must know of a GPU to compile.
+# Names of the target configurations in `topologies/`: what XLA must know of a GPU to compile.
 GPUS = ("a100-40", "a100-80", "b200", "h100", "h200")
 _SPEC = re.compile(r"(?P<kind>[a-z][a-z0-9-]*):(?:(?P<hosts>\d+)x)?(?P<per_host>\d+)")
 # jax's CUDA plugins, any of which brings the compiler; the extra `preflight` installs the first.
@@ -52,7 +52,8 @@ class Topology:
 
     def config(self) -> str:
         """XLA's description of the GPU (text of a `GpuTargetConfigProto`)."""
-        return resources.files("fzero").joinpath(f"topologies/{self.kind}.txtpb").read_text()
+        folder = resources.files("fzero.preflight") / "topologies"
+        return (folder / f"{self.kind}.txtpb").read_text()
 
     def devices(self) -> Sequence[Any]:
         """The devices: described ones for GPUs, which need not exist; real ones for the CPU.

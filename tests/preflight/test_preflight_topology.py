@@ -17,7 +17,7 @@ from tests.support import tiny
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
-CONFIGS = pathlib.Path(fz.__file__).parent / "topologies"
+CONFIGS = pathlib.Path(fz.__file__).parent / "preflight/topologies"
 
 
 @pytest.mark.parametrize(
