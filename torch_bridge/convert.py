@@ -232,7 +232,7 @@ def _is_padded(side: Any) -> bool:
 
 def _refuse_unpadded(modes: Iterable[Mode]) -> None:
     """No attention of a module would take the lengths of rows."""
-    ops = (op for mode in modes for op in mode.graph.instructions)
+    ops = (op for mode in modes for op in mode.graph.ops)
     if not any("mask_padding" in op.kwargs for op in ops):
         raise ConversionError(
             'tb.convert(padding_side="right"): no scaled_dot_product_attention of the module has a'

@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from torch_bridge.converted import Converted
 from torch_bridge.export.export import export_program
-from torch_bridge.export.interpret import Instruction, live_nodes
+from torch_bridge.export.interpret import Op, live_nodes
 from torch_bridge.export.origins import module_path, source_line
 from torch_bridge.export.stand_ins.slopes import SLOPES
 from torch_bridge.export.watch.forward import untouched
@@ -86,7 +86,7 @@ def without_dropout(converted: Converted) -> Converted:
     return replace(converted, _graphs=converted._graphs.map_ops(_silent))
 
 
-def _silent(op: Instruction) -> Instruction:
+def _silent(op: Op) -> Op:
     args, kwargs = _silenced(op.operator, op.args, op.kwargs)
     if op.draw is not None and op.operator not in _PROBABILITY:
         raise ConversionError(
@@ -238,7 +238,7 @@ def _node_values(
             values.append(program.constants[str(spec.target)])
         else:
             values.append(named[str(spec.target)])
-    ops = converted._graphs.call(train, args, kwargs).mode.graph.instructions
+    ops = converted._graphs.call(train, args, kwargs).mode.graph.ops
     names = _names_in(program.graph, ops)
     for node in program.graph.nodes:
         if node.op == "call_function":
@@ -249,7 +249,7 @@ def _node_values(
     return recorder.seen
 
 
-def _names_in(graph: torch.fx.Graph, ops: Sequence[Instruction]) -> dict[str, str]:
+def _names_in(graph: torch.fx.Graph, ops: Sequence[Op]) -> dict[str, str]:
     """What a graph's operators are called in the graph that a module was converted to.
 
     Their names count what a trace threw away, too, and torch's checks of values do not come alike

@@ -23,7 +23,7 @@ from fzero.errors import ConversionError
 from fzero.links import Context
 from fzero.preflight.topology import has_plugin
 from tests.support.cudnn import answered
-from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.interpret import Op
 from torch_bridge.lower.attention import attention
 from torch_bridge.lower.kernels import fused_attention
 from torch_bridge.lower.masks import ATTENTION, MASK, ComputedMask, Pattern, pattern_of
@@ -100,9 +100,9 @@ class OneRow(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, seen)
 
 
-def attentions(converted: tb.Converted) -> list[Instruction]:
-    steps = converted._modes[False].graph.instructions
-    return [step for step in steps if step.operator == ATTENTION]
+def attentions(converted: tb.Converted) -> list[Op]:
+    ops = converted._modes[False].graph.ops
+    return [op for op in ops if op.operator == ATTENTION]
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_values_are_torchs_whatever_the_mask(
     module: nn.Module, folded: bool, patterns: list[Pattern | None]
 ) -> None:
     converted = tb.convert(module, torch.randn(2, 5, 8), train=False)
-    (step,) = attentions(converted)
-    mask = step.args[MASK]
+    (op,) = attentions(converted)
+    mask = op.args[MASK]
     assert isinstance(mask, ComputedMask) == folded
     if folded:  # sizes stand in the order in which the graph computes them
         found = [mask.pattern((2, n)[-len(mask.sizes) :], (2, 1, n, n)) for n in (3, 7)]
         assert found == patterns
-        assert not [s for s in converted._modes[False].graph.instructions if "arange" in s.operator]
+        assert not [s for s in converted._modes[False].graph.ops if "arange" in s.operator]
     for shape in ((2, 3, 8), (3, 7, 8)):
         x = torch.randn(shape)
         got = converted.apply(converted.params, {}, x.numpy()).output
@@ -143,7 +143,7 @@ def test_a_mask_of_many_examples_is_computed_once(gpt2_converted: tb.Converted) 
 def test_transformers_mask_travels_through_no_block(
     gpt2: GPT2LMHeadModel, gpt2_converted: tb.Converted
 ) -> None:
-    assert all(isinstance(step.args[MASK], ComputedMask) for step in attentions(gpt2_converted))
+    assert all(isinstance(op.args[MASK], ComputedMask) for op in attentions(gpt2_converted))
     batch, length = 3, 7
     model = tb.convert(gpt2, torch.zeros(2, 8, dtype=torch.long), roll=2).model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch).logits, batch)

@@ -26,7 +26,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
 
 
 def operators_of(converted: tb.Converted, train: bool = True) -> list[str]:
-    return [step.operator for step in converted._modes[train].graph.instructions]
+    return [op.operator for op in converted._modes[train].graph.ops]
 
 
 def gradient_of(converted: tb.Converted, *args: Any, train: bool = True) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The converted graph: a flat list of instructions, evaluated by ordinary (traceable) JAX calls."""
+"""The converted graph: a flat list of ops, evaluated by ordinary (traceable) JAX calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
 
 
 @dataclass(frozen=True)
-class Instruction:
+class Op:
     """One operator call; `draw` numbers the random ones, `drop` names what is not needed after."""
 
     name: str
@@ -46,7 +46,7 @@ class Instruction:
 class Nested:
     """A graph that an operator runs (a branch, the body of a loop), as a function of arrays."""
 
-    ops: tuple[Instruction, ...]
+    ops: tuple[Op, ...]
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
 
@@ -64,7 +64,7 @@ class Graph:
     value; `wide` names what is held in 64 bits while JAX has 32.
     """
 
-    instructions: tuple[Instruction, ...]
+    ops: tuple[Op, ...]
     outputs: tuple[Any, ...]
     mutations: Mapping[str, Any]
     num_draws: int
@@ -88,17 +88,17 @@ class Graph:
             The module's output leaves, and the new value of each buffer it writes.
         """
         values = dict(inputs)
-        evaluate(self.instructions, values, rng, observe)
+        evaluate(self.ops, values, rng, observe)
         return fill(list(self.outputs), values), fill(dict(self.mutations), values)
 
 
 def evaluate(
-    ops: Sequence[Instruction],
+    ops: Sequence[Op],
     values: dict[str, Any],
     rng: Any,
     observe: Callable[[str, Any], None] | None = None,
 ) -> None:
-    """Run instructions; their results are added to `values`, and dropped as they say."""
+    """Run ops; their results are added to `values`, and dropped as they say."""
     start = dict(values) if any(op.operator == SLOPES for op in ops) else {}
     for number, op in enumerate(ops):
         args, kwargs = fill(op.args, values), fill(op.kwargs, values)
@@ -122,7 +122,7 @@ def evaluate(
 
 
 def _again(
-    ops: Sequence[Instruction],
+    ops: Sequence[Op],
     start: Mapping[str, Any],
     outputs: Any,
     rng: Any,
@@ -139,7 +139,7 @@ def _again(
     return fill(outputs, values)
 
 
-def _keeping_all(op: Instruction) -> Instruction:
+def _keeping_all(op: Op) -> Op:
     return replace(op, drop=())
 
 
@@ -228,7 +228,7 @@ def _resolve(target: Any) -> Callable[..., Any] | None:
 def build_graph(
     program: torch.export.ExportedProgram, ranges: Ranges, padded: bool = False
 ) -> Graph:
-    """Turn a decomposed program into instructions; every operator must have a lowering.
+    """Turn a decomposed program into ops; every operator must have a lowering.
 
     Args:
         program: what `export_program` returned.
@@ -246,22 +246,22 @@ def build_graph(
     def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
         return masks[node].reads if node in masks else node.all_input_nodes
 
-    instructions, draws = _instructions(program.graph, ranges, masks, reads)
+    ops, draws = _ops_of(program.graph, ranges, masks, reads)
     outputs, mutations = _outputs(program)
     wide = frozenset(node.name for node in ranges.wide)
-    return Graph(instructions, outputs, mutations, draws, wide)
+    return Graph(ops, outputs, mutations, draws, wide)
 
 
-def _instructions(
+def _ops_of(
     graph: torch.fx.Graph,
     ranges: Ranges,
     masks: Mapping[torch.fx.Node, Folded],
     reads: _Reads,
-) -> tuple[tuple[Instruction, ...], int]:
+) -> tuple[tuple[Op, ...], int]:
     """The calls of a graph, and how many of them draw random numbers."""
     live = live_nodes(graph, reads)
     last_use = _last_uses(live, reads)
-    instructions: list[Instruction] = []
+    ops: list[Op] = []
     draws = 0
     for node in live:
         if node.op != "call_function":
@@ -270,8 +270,8 @@ def _instructions(
         draw = None
         if _draws(node, args, kwargs):
             draw, draws = draws, draws + 1
-        instructions.append(
-            Instruction(
+        ops.append(
+            Op(
                 node.name,
                 str(node.target),
                 _where(node),
@@ -282,13 +282,13 @@ def _instructions(
                 last_use.get(node.name, ()),
             )
         )
-    return with_mixtures(instructions, live), draws
+    return with_mixtures(ops, live), draws
 
 
 def _nested(node: torch.fx.Node) -> Nested:
     """The graph that a node stands for."""
     body: Any = getattr(node.graph.owning_module, str(node.target))
-    ops, draws = _instructions(body.graph, Ranges(), {}, _inputs_of)
+    ops, draws = _ops_of(body.graph, Ranges(), {}, _inputs_of)
     if draws:
         raise ConversionError(
             f"random numbers inside torch.cond, scan, while_loop or map, in {_where(node)}: draw"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.export.interpret import Graph, Instruction
+from torch_bridge.export.interpret import Graph, Op
 from torch_bridge.export.mode import Mode
 from torch_bridge.lower.refs import refs
 
@@ -34,15 +34,15 @@ def reached_params(mode: Mode, outputs: Sequence[Any]) -> set[str]:
 def _reached_from(graph: Graph, outputs: Sequence[Any]) -> set[str]:
     """All values that outputs depend on with nothing between that stops gradients."""
     needed = set(refs(list(outputs)))
-    for op in reversed(graph.instructions):
+    for op in reversed(graph.ops):
         if op.name in needed and not _stops(op):
             needed.update(refs(op.args))
             needed.update(refs(op.kwargs))
     return needed
 
 
-def _stops(op: Instruction) -> bool:
-    """Whether what an instruction returns has no gradient: comparisons, whole numbers, shapes."""
+def _stops(op: Op) -> bool:
+    """Whether what an op returns has no gradient: comparisons, whole numbers, shapes."""
     if op.operator.startswith(_CASTS):
         kinds = [x for x in (*op.args, *op.kwargs.values()) if isinstance(x, torch.dtype)]
         return any(not (kind.is_floating_point or kind.is_complex) for kind in kinds)

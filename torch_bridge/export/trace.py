@@ -12,7 +12,7 @@ import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from torch_bridge.export.interpret import Graph, Instruction
+from torch_bridge.export.interpret import Graph, Op
 from torch_bridge.export.mode import Mode
 from torch_bridge.lower.refs import refs
 from torch_bridge.module.names import Layout
@@ -43,7 +43,7 @@ class Trace:
     """One mode's graph with what is known about its values.
 
     Attributes:
-        graph: the instructions.
+        graph: the ops.
         known: by name, every node of the graph.
         leaves: placeholder of each parameter and buffer -> the leaf's name.
         constants: placeholder of each constant -> its value.
@@ -59,9 +59,9 @@ class Trace:
     free_sizes: frozenset[Any]
 
     @cached_property
-    def ops(self) -> tuple[Instruction, ...]:
-        """The instructions that compute tensors; sizes are known from the inputs' shapes."""
-        return tuple(s for s in self.graph.instructions if self.known[s.name].size is None)
+    def ops(self) -> tuple[Op, ...]:
+        """The ops that compute tensors; sizes are known from the inputs' shapes."""
+        return tuple(s for s in self.graph.ops if self.known[s.name].size is None)
 
     @cached_property
     def outputs(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Names of values in the arguments of a graph's instructions."""
+"""Names of values in the arguments of a graph's ops."""
 
 from __future__ import annotations
 

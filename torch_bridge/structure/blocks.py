@@ -112,7 +112,7 @@ def roll_blocks(
     """
     if not min_layers:
         return {}, Blocks(unrolled=(Unrolled("(root)", "roll=False"),))
-    if any(op.operator == SLOPES for mode in modes.values() for op in mode.graph.instructions):
+    if any(op.operator == SLOPES for mode in modes.values() for op in mode.graph.ops):
         reason = (
             "the forward differentiates itself (torch.autograd.grad, torch.func.grad): all of it is"
             " one function"

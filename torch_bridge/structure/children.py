@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge.dtypes import canonical
-from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.interpret import Op
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import Ref, refs
 from torch_bridge.module.names import Layout, Leaf
@@ -190,7 +190,7 @@ class Children:
 
     def _scanned(
         self, layers: list[tuple[int, ...]]
-    ) -> tuple[tuple[Instruction, ...], dict[str, np.ndarray[Any, Any]]]:
+    ) -> tuple[tuple[Op, ...], dict[str, np.ndarray[Any, Any]]]:
         """The first layer's ops, and the numbers and constants in which others differ."""
         forms = [self.form(numbers) for numbers in layers]
         body = list(alone(self.ops(layers[0])))
@@ -210,7 +210,7 @@ class Children:
                     scanned[names[0]] = np.stack(rows)
         return tuple(body), scanned
 
-    def _ops(self, numbers: tuple[int, ...]) -> tuple[Instruction, ...]:
+    def _ops(self, numbers: tuple[int, ...]) -> tuple[Op, ...]:
         """The ops of some blocks, in order."""
         placed = sorted(at for number in numbers for at in self.positions.get(number, ()))
         return tuple(self.trace.ops[position] for position in placed)

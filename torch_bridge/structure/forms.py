@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_bridge.dtypes import canonical
-from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.interpret import Op
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.names import Leaf
@@ -60,7 +60,7 @@ class Form:
         return self.ops, self.inputs, self.updates, dict(self.leaves)
 
 
-def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf]) -> Form:
+def form_of(trace: Trace, ops: Sequence[Op], owned: Mapping[str, Leaf]) -> Form:
     """The form of some ops.
 
     Args:
@@ -80,7 +80,7 @@ def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf])
             described.append(_input(trace, role_of, name))
         return inputs[name]
 
-    def arguments(op: Instruction) -> Any:
+    def arguments(op: Op) -> Any:
         position = SCALARS.get(op.operator, len(op.args))
         if position < len(op.args) and isinstance(op.args[position], float):
             scalars.append((index[op.name], op.args[position]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.interpret import Op
 from torch_bridge.losses import Head
 from torch_bridge.lower.refs import Ref, fill, refs
 
@@ -39,7 +39,7 @@ class HeadSpot:
         return Head(x, weight, bias, self.soft_cap) if plain and is_float(x.dtype) else None
 
 
-def find_head(ops: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> HeadSpot | None:
+def find_head(ops: Sequence[Op], logits: Any, others: Sequence[Any]) -> HeadSpot | None:
     """The linear layer that gives some logits, if nothing else reads what is computed from it.
 
     Args:

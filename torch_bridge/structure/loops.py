@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.export.interpret import Instruction, evaluate
+from torch_bridge.export.interpret import Op, evaluate
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.stacked_names import BlockStack, Names
@@ -30,7 +30,7 @@ Values = Mapping[str, Any]
 class Straight:
     """Ops outside of loops, which are computed once."""
 
-    ops: tuple[Instruction, ...]
+    ops: tuple[Op, ...]
 
     @property
     def num_layers(self) -> int:
@@ -68,7 +68,7 @@ class Loop:
 
     stack: BlockStack
     covers: frozenset[str]
-    body: tuple[Instruction, ...]
+    body: tuple[Op, ...]
     carry: tuple[tuple[str, str], ...]
     ends: Mapping[str, int]
     shared: tuple[str, ...]
@@ -175,7 +175,7 @@ class LoopedGraph:
         loops = [member for member in self.members if isinstance(member, Loop)]
         return frozenset(self.updates).union(*(loop.updates for loop in loops))
 
-    def map_ops(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
+    def map_ops(self, change: Callable[[Op], Op]) -> LoopedGraph:
         """The same graph with every op changed."""
         members = tuple(
             replace(member, ops=tuple(map(change, member.ops)))
@@ -294,7 +294,7 @@ def _members(trace: Trace, loops: Sequence[Loop]) -> dict[str, int]:
     return latest
 
 
-def alone(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def alone(ops: Sequence[Op]) -> tuple[Op, ...]:
     """Steps with random draws of their own numbers; nothing is dropped, which others may read."""
     draws = itertools.count()
     return tuple(replace(op, draw=None if op.draw is None else next(draws), drop=()) for op in ops)

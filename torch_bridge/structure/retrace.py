@@ -29,7 +29,7 @@ from fzero.tree import found_in
 from torch_bridge.dtypes import canonical, is_float, numpy_dtype, torch_dtype
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import (
-    Instruction,
+    Op,
     missing_operators,
     refuse_data_dependent,
     refuse_missing,
@@ -157,7 +157,7 @@ class Graphs:
         """One of the rolled graphs; all have the same blocks."""
         return next(iter(self.rolled.values()))
 
-    def map_ops(self, change: Callable[[Instruction], Instruction]) -> Graphs:
+    def map_ops(self, change: Callable[[Op], Op]) -> Graphs:
         """The same graphs with every op changed; they then draw no random numbers."""
         modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
         rolled = {train: graph.map_ops(change) for train, graph in self.rolled.items()}
@@ -168,9 +168,9 @@ class Graphs:
         return replace(self, rolled={})
 
 
-def _changed(mode: Mode, change: Callable[[Instruction], Instruction]) -> Mode:
-    ops = tuple(map(change, mode.graph.instructions))
-    return replace(mode, graph=replace(mode.graph, instructions=ops, num_draws=0))
+def _changed(mode: Mode, change: Callable[[Op], Op]) -> Mode:
+    ops = tuple(map(change, mode.graph.ops))
+    return replace(mode, graph=replace(mode.graph, ops=ops, num_draws=0))
 
 
 class Again:
@@ -196,7 +196,7 @@ class Again:
     ) -> None:
         self.example = torch_pytree.tree_map(_form, (args, dict(kwargs)))
         self.batch_dim, self.layout, self.min_layers = batch_dim, layout, min_layers
-        self.change: Callable[[Instruction], Instruction] | None = None
+        self.change: Callable[[Op], Op] | None = None
         self._copies: dict[Any, torch.nn.Module] = {}
         # Where, and of what, the module's forward makes tensors that it does not say it of.
         self.device, self.dtype = torch.get_default_device(), torch.get_default_dtype()
@@ -212,7 +212,7 @@ class Again:
         self._found: dict[Any, list[tuple[Mode, LoopedGraph | None]]] = {}
         self._lock = threading.RLock()
 
-    def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
+    def changed(self, change: Callable[[Op], Op]) -> Again:
         """The same, with every op of what it traces changed."""
         other = copy.copy(self)
         other.change, other._found = change, {}

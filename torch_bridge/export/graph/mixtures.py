@@ -79,10 +79,10 @@ class Mixture:
 
 
 def with_mixtures(ops: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
-    """A graph's instructions, with all that belong to a mixture of experts as one.
+    """A graph's ops, with all that belong to a mixture of experts as one.
 
     Args:
-        ops: the instructions.
+        ops: the ops.
         nodes: the graph's nodes.
     """
     values = {node.name: node.meta.get("val") for node in nodes}
