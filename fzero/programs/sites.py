@@ -149,14 +149,18 @@ class PlacedFunction:
         self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
 
     def _separate_results(self, leaves: Sequence[Any], wanted: Sequence[NamedSharding]) -> None:
-        """Makes a result a value of its own where it is another result, or an argument that lies
-        otherwise: initial parameters in an optimizer's state, say."""
+        """Makes a result a value of its own where it is another result, a constant (which lies
+        nowhere yet), or an argument that lies otherwise: initial parameters in an optimizer's
+        state, say."""
         lies = {v: leaf.sharding for v, leaf in zip(self.program.inputs, leaves, strict=True)}
         seen: set[Var] = set()
         for index, (var, to) in enumerate(zip(self.program.outputs, wanted, strict=True)):
-            if not isinstance(var, Var) or devices_of(lies.setdefault(var, to)) != devices_of(to):
+            if not isinstance(var, Var):
                 continue
-            if var in seen or not lies[var].is_equivalent_to(to, var.aval.ndim):
+            constant = var in self.program.consts
+            if not constant and devices_of(lies.setdefault(var, to)) != devices_of(to):
+                continue
+            if constant or var in seen or not lies[var].is_equivalent_to(to, var.aval.ndim):
                 own = Var(var.aval)
                 self.program.ops.append(Op(None, [var], [own]))
                 self.program.outputs[index] = own
@@ -362,7 +366,7 @@ class PlacedFunction:
             bring: brings a value to where it is wanted.
         """
         out: list[Any] = []
-        given = set(self.program.consts)
+        given: set[Var] = set()
         for var, sharding in self.outputs:
             if not isinstance(var, Var):
                 out.append(bring(var, sharding.mesh))

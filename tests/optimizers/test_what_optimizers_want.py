@@ -134,6 +134,32 @@ def test_lookahead_is_that_of_optax():
     tiny.close(slow, want.slow, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"tiers": {"opt_state": "host"}}, {"tiers": {"opt_state": "disk"}},
+     {"pipe": 2, "microbatches": 2}],
+    ids=["host", "disk", "pipeline"],
+)  # fmt: skip
+def test_arrays_that_an_optimizer_does_not_compute_lie_as_all_do(options):
+    """Those that `init` and `update` only hand on, which devices share out."""
+    first, later = (scale * np.arange(8, dtype=np.float32) for scale in (1, 2))
+
+    def init(params):
+        return {"mu": params, "given": first, "set": first}
+
+    def update(grads, state, params=None):
+        scale = -0.1 * state["given"][1] * state["set"][1]
+        return jax.tree.map(lambda x: scale * x, grads), {**state, "set": later}
+
+    tx, cut = optax.GradientTransformation(init, update), plan(zero=1, data=2, **options)
+    params, state = trained(tx, cut)
+    state = fz.reload(state)
+    for name, value in (("given", first), ("set", later)):
+        np.testing.assert_array_equal(state.opt_state[name], value)
+        assert state.opt_state[name].addressable_shards[0].data.shape == (4,)
+    tiny.close(params, trained(tx, plan(zero=1, data=2))[0], rtol=2e-6, atol=2e-6)
+
+
 # Random keys in the optimizer's state
 
 
