@@ -104,3 +104,21 @@ def test_moments_of_one_of_them_alone_belong_to_it():
     about = fz.describe(tiny.plan(zero=3, data=2), _model(), optax.masked(TX, second))
     moments = [leaf for leaf in about.leaves if leaf.path.endswith("mu/link/a/b/c")]
     assert [leaf.why for leaf in moments] == [f"as {NAMES[1]}"]
+
+
+@pytest.mark.parametrize("beside", [{}, {"a": jnp.full(D, 2.0)}], ids=["alone", "beside another"])
+def test_a_key_may_be_empty(beside, tmp_path):
+    """Its leaf is then written as a tree is that is a leaf itself, and is none."""
+    tree = {"": jnp.full(D, 3.0), **beside}
+
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        return jnp.mean(batch["x"] @ p[""]), buffers, {}
+
+    model = fz.Model((tree, {"": jnp.ones(2)}), loss)
+    plan, other = tiny.plan(zero=3, data=2, ema=0.5), tiny.plan(zero=1, data=4, ema=0.5)
+    state, _ = fz.accumulate_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    state, _ = fz.train_step(model, TX, plan)(state, BATCH)
+    np.testing.assert_allclose(state.params[""], 2.5, rtol=1e-5)
+    fz.save(tmp_path, state, plan, asynchronous=False)
+    again = fz.restore(tmp_path, model, TX, other)
+    tiny.same_bits(again, fz.replan(state, model, TX, plan, other))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import all_leaves
 
 from fzero.axes import DATA, zero_sizes
 from fzero.checkpoint.metadata import Checkpoint, array_path, checkpoint, instead, read_meta
@@ -177,11 +178,6 @@ def _roots(fresh: Collection[str]) -> tuple[str, ...]:
     return tuple(path.strip("/") for path in fresh)
 
 
-def _at(field: str, path: str) -> str:
-    """The name of a leaf in a checkpoint; a field may be a leaf itself."""
-    return f"{field}/{path}" if path else field
-
-
 class _StoredState:
     """The leaves of one checkpoint, as a blueprint keeps them.
 
@@ -213,8 +209,10 @@ class _StoredState:
                 " (reduce_dtype='int8' of fzero 0.1) had not sent yet: less than a step's"
                 " rounding. It is left out; everything else is restored"
             )
+        # A key may be empty, and then a path is, as that of a tree that is a leaf itself.
+        self.bare = {name for name, tree in blue.shapes().items() if all_leaves([tree])}
         self.owners = {
-            _at(field, split.path): split.owner
+            self._at(field, split.path): split.owner
             for field in OWNED if getattr(blue, field) is not None
             for split in flat_splits(getattr(blue, field))
         }  # fmt: skip
@@ -223,6 +221,11 @@ class _StoredState:
         self.wants = self._wants()
         self._require_roots({*about.leaves, *self.wants})
         self.want = {path: want for path, want in self.wants.items() if self._takes(path)}
+
+    def _at(self, field: str, path: str) -> str:
+        """The name of a leaf in a checkpoint; a field may be a leaf itself."""
+        bare = ("params" if field == "grads/sums" else field) in self.bare
+        return field if bare else f"{field}/{path}"
 
     def _require_roots(self, paths: Collection[str]) -> None:
         """Raises `CheckpointError` if what shall stay new is neither here nor there."""
@@ -260,7 +263,7 @@ class _StoredState:
             trees = old.kept(name), new.kept(name), shapes[name]
             kept = map(jax.tree.leaves, trees)
             for path, was, *want in zip(paths, *kept, strict=True):
-                full = _at(prefix, path)
+                full = self._at(prefix, path)
                 found[full] = (self._as_written(full, was), want[0], want[1])
         if "grads" in names:
             for name in ("total", "count", "calls"):
@@ -306,7 +309,9 @@ class _StoredState:
 
     def has_all(self, *names: str) -> bool:
         """Whether no leaf of some fields stays new."""
-        paths = [_at(n, path) for n in names for path, _ in named_leaves(self.blue.shapes()[n])]
+        paths = [
+            self._at(n, path) for n in names for path, _ in named_leaves(self.blue.shapes()[n])
+        ]
         return all(map(self._takes, paths))
 
     def require_fit(self) -> None:
@@ -354,7 +359,7 @@ class _StoredState:
         if shapes is None:
             return problems
         for split in flat_splits(self.blue.params):
-            path = _at("params", split.path)
+            path = self._at("params", split.path)
             if split.path not in taken or path not in self.numbers:
                 continue
             old, new = self.wants[path][0], Kept.of(split).logical
@@ -368,9 +373,9 @@ class _StoredState:
         """A field of the state; leaves that are not taken are those of `new`."""
 
         def leaf(path: str, to: Any, *kept: Any) -> Any:
-            if not self._takes(_at(name, path)):
+            if not self._takes(self._at(name, path)):
                 return kept[0]
-            value = self._leaf(_at(name, path))
+            value = self._leaf(self._at(name, path))
             # Parameters are cast and make the optimizer's state before they are parked.
             return parked_leaf(self.blue, name, path, value) if name in OWNED else value
 
@@ -391,7 +396,8 @@ class _StoredState:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
         if "grads" in self.fields and "grads/total" in self.numbers:
             sums = map_splits(
-                lambda split: self._sum(_at("grads/sums", split.path)), trained(self.blue.params)
+                lambda split: self._sum(self._at("grads/sums", split.path)),
+                trained(self.blue.params),
             )
             found["grads"] = Pending(
                 sums, *(self._leaf(f"grads/{name}") for name in ("total", "count", "calls"))
