@@ -26,8 +26,8 @@ def compute_dtype(plan: Plan, dtype: Any, path: str = "") -> np.dtype[Any]:
     target = COMPUTE_DTYPES[plan.precision]
     if target is None or not jnp.issubdtype(dtype, np.floating):
         return np.dtype(dtype)
-    if found_in(plan.keep_fp32, path):
-        return np.dtype(jnp.promote_types(dtype, jnp.float32))
+    if found_in(plan.keep_fp32, path):  # (jax promotes no 8 bits)
+        return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
     return np.dtype(target)
 
 
