@@ -38,7 +38,8 @@ def step_of(value: Any, file: str) -> int:
     """A step count, which torch keeps as a tensor and others as a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not float(value).is_integer():
         raise CheckpointError(f"{file}: expected a number of steps, got {value!r:.60}")
     return int(value)
 
@@ -98,22 +99,29 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
         if wrong is not None:
             return f"{file}: expected Adam's state, but that of parameter {number!r:.60} {wrong}"
     listed = [n for group in groups for n in group.get("params", ())]
-    if strays := [number for number in entries if number not in listed]:
+    # A parameter is its place in the groups, as torch goes by, whatever its number is.
+    places = {number: place for place, number in enumerate(listed) if isinstance(number, int)}
+    if strays := [number for number in entries if number not in places]:
         return f"{file}: has state for parameters {strays[:5]}, which are in no group"
+    if len(places) < len(listed):
+        return f"{file}: expected every number once in its groups, got {listed[:20]}"
     names = _names(groups)
     found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
     for number, entry in entries.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise CheckpointError(f"{file}: the optimizer has state for a parameter {number!r:.60}")
-        name = names.get(number, str(number))
+        name = names.get(number, str(places[number]))
         for key in MOMENTS:
-            if not is_dense(entry[key]):
-                raise CheckpointError(f"{file}: {key} of parameter {name} is not a dense tensor")
+            if not is_dense(entry[key]) or not entry[key].is_floating_point():
+                raise CheckpointError(
+                    f"{file}: {key} of parameter {name} is not a dense tensor of floats"
+                )
             found[key][name] = in_memory(f"{key}.{name}", entry[key], file)
     steps = [step_of(entry["step"], file) for entry in entries.values()]
     plain = tuple({k: v for k, v in group.items() if k != "param_names"} for group in groups)
-    if names:
-        plain = tuple({**g, "params": [names[n] for n in g["params"]]} for g in plain)
+    plain = tuple(
+        {**g, "params": [names.get(n, places[n]) for n in g.get("params", ())]} for g in plain
+    )
     return at_one_step(steps, file, found, plain, bool(names))
 
 

@@ -289,7 +289,9 @@ def test_moments_of_a_name_that_comes_twice_are_equal_or_refused() -> None:
         apart.moments(["w", "w"])
 
 
-@pytest.mark.parametrize("value", [1.5, True, "3", torch.tensor(0.5), torch.ones(2)])
+@pytest.mark.parametrize(
+    "value", [1.5, True, "3", torch.tensor(0.5), torch.ones(2), float("nan"), torch.tensor(np.inf)]
+)
 def test_a_number_of_steps_that_is_none_is_refused(value):
     with pytest.raises(CheckpointError, match="expected a number of steps"):
         step_of(value, "file")
@@ -301,6 +303,37 @@ def test_moments_of_what_is_in_no_group_are_told() -> None:
     state = {"state": {0: entry, 5: entry}, "param_groups": [{"params": [0], "lr": 0.1}]}
     said = read_optimizer(state, "last.ckpt")
     assert said == "last.ckpt: has state for parameters [5], which are in no group"
+
+
+def _numbered(state: dict[int, Any], params: list[int]) -> dict[str, Any]:
+    return {"state": state, "param_groups": [{"params": params, "lr": 0.1}]}
+
+
+def _entry(value: float) -> dict[str, Any]:
+    return {"step": 1, "exp_avg": torch.full((2,), value), "exp_avg_sq": torch.ones(2)}
+
+
+def test_a_parameter_is_its_place_in_the_groups_whatever_its_number() -> None:
+    """As torch's `load_state_dict` has it."""
+    content = _numbered({7: _entry(1.0), 3: _entry(2.0), 9: _entry(3.0)}, [9, 3, 7])
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = torch.optim.Adam(params)
+    optimizer.load_state_dict(content)
+    wanted = [optimizer.state[one]["exp_avg"] for one in params]
+    found = read_optimizer(content, "last.ckpt")
+    moments = found.moments(["a", "b", "c"])
+    np.testing.assert_array_equal([moments.exp_avg[n].tensor() for n in "abc"], wanted)
+    assert found.groups[0]["params"] == [0, 1, 2]
+    assert float(wanted[0][0]) == 3
+    said = read_optimizer(_numbered({0: _entry(1.0)}, [0, 1, 0]), "last.ckpt")
+    assert said == "last.ckpt: expected every number once in its groups, got [0, 1, 0]"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_moments_are_floats(dtype: torch.dtype) -> None:
+    entry = {**_entry(1.5), "exp_avg": torch.ones(2, dtype=dtype)}
+    with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 is not a .* of floats"):
+        read_optimizer(_numbered({0: entry}, [0]), "last.ckpt")
 
 
 def test_a_file_whose_adam_is_at_several_steps_gives_its_weights_alone(tmp_path: Path) -> None:
