@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -131,6 +132,18 @@ def test_pseudoinverses_train(bounds: Any) -> None:
     np.testing.assert_allclose(found["scale"], wanted, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bounds", [{}, {"rtol": 0.3}, {"atol": torch.tensor(0.5)}], ids=str)
+def test_hermitian_pseudoinverses_have_pytorchs_gradient(bounds: Any) -> None:
+    """That of the whole matrix, though only the lower triangle is read."""
+    inverse = functools.partial(torch.linalg.pinv, hermitian=True, **bounds)
+
+    def both(x: torch.Tensor) -> Any:
+        z = torch.complex(x, x.tril(-1) - x.tril(-1).t())
+        return inverse(x), torch.view_as_real(inverse(z @ z.mH)), inverse(x @ x.t() * 0)
+
+    check_parity(Fn(both), draw(4, 4), gradient_rtol=1e-4)
+
+
 def test_elements_are_repeated_as_often_as_a_tensor_says() -> None:
     class Regulated(nn.Module):
         def __init__(self) -> None:
@@ -252,8 +265,25 @@ def test_values_go_where_a_mask_is_true() -> None:
 
 
 def test_a_view_has_no_strides_here() -> None:
+    size, src = ((2, 2), (1, 2)), torch.zeros(2, 2)
     with pytest.raises(ConversionError, match="as_strided of a view"):
-        tb.convert(Fn(lambda x: x.t().as_strided((2, 2), (1, 2))), torch.ones(4, 6))
+        tb.convert(Fn(lambda x: x.t().as_strided(*size)), torch.ones(4, 6))
+    with pytest.raises(ConversionError, match="as_strided_scatter of a view"):
+        tb.convert(Fn(lambda x: x.detach().t().as_strided_scatter(src, *size)), torch.ones(4, 6))
+
+
+def test_what_is_written_by_strides_has_pytorchs_gradient() -> None:
+    """Of the input PyTorch's is that of the places that are replaced, and 0 in the others."""
+
+    def write(x: torch.Tensor, src: torch.Tensor) -> Any:
+        z, into = torch.complex(x, x * x), ((2, 3), (4, 1), 2)
+        written = torch.as_strided_scatter(z, torch.complex(src, -src), *into)
+        return x.as_strided_scatter(src, *into), torch.view_as_real(written)
+
+    check_parity(Fn(write), draw(4, 5), draw(2, 3, seed=1))
+    overlap = Fn(lambda x: x.as_strided_scatter(torch.ones(2, 3), (2, 3), (1, 1)))
+    with pytest.raises(ConversionError, match=r"places that overlap.*leaves open"):
+        tb.convert(overlap, draw(4, 5))(draw(4, 5).numpy())
 
 
 class CastsWithin(nn.Module):

@@ -414,16 +414,6 @@ def test_autocast_counts_within_a_forward_only() -> None:
         tb.convert(nn.Linear(4, 2), X)
 
 
-class HermitianInverse(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.pinv(x, hermitian=True)
-
-
-def test_an_inverse_whose_gradient_would_be_wrong_is_refused() -> None:
-    with pytest.raises(ConversionError, match=r"pinv\(hermitian=True\).*use hermitian=False"):
-        tb.convert(HermitianInverse(), torch.eye(3))(np.eye(3, dtype="f"))
-
-
 @pytest.mark.parametrize("within", [jax.checkpoint, jax.jit, jax.vmap])
 def test_a_buffer_that_is_written_within_a_transformed_function_is_refused(within: Any) -> None:
     """The value would be a tracer that outlives its trace."""

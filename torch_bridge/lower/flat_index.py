@@ -17,6 +17,7 @@ from torch_bridge.lower.index import added, written
 from torch_bridge.lower.reduce import argmax, number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
+from torch_bridge.lower.tangents import sloped
 
 
 @register_operator("aten.take.default")
@@ -66,8 +67,18 @@ def as_strided_scatter(
     x: jax.Array, src: Any, size: Sequence[int], stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    where = jnp.ravel(x).at[_strided(size, stride, storage_offset or 0)]
-    return jnp.reshape(where.set(cast(src, x.dtype)), x.shape)
+    """Of a tensor whose elements lie in order. Its gradients are PyTorch's: the input's are those
+    of the places that are replaced, and of the others none."""
+    places, flat, src = _strided(size, stride, storage_offset or 0), jnp.ravel(x), cast(src, x.dtype)
+    if np.unique(places).size < places.size:
+        raise NotImplementedError(
+            "as_strided_scatter to places that overlap: PyTorch leaves open which of the elements"
+            " stays; give each place one (x.flatten().scatter(0, places, src))"
+        )
+    fixed = jax.lax.stop_gradient(flat).at[places].set(jax.lax.stop_gradient(src))
+    replaced = jnp.zeros(flat.shape, x.dtype).at[places].set(1)
+    slopes = sloped(flat, replaced).at[places].add(sloped(src, jnp.ones((), x.dtype)))
+    return jnp.reshape(fixed + slopes, x.shape)
 
 
 @register_operator("aten.mode.default")

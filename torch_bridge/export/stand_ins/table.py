@@ -267,29 +267,27 @@ def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) 
     return torch.ops.aten.resize_as_(input, the_template, **kwargs)
 
 
-@_instead_of(torch.as_strided, torch.Tensor.as_strided)
-def _as_strided(
-    input: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
+def _strided(function: Any) -> Callable[..., torch.Tensor]:
     """Strides are over a tensor's memory, and here a tensor is its elements in order."""
-    memory = input.untyped_storage().nbytes() // input.element_size()
-    if not input.is_contiguous() or memory != input.numel():
-        raise ConversionError(
-            "as_strided of a view: its strides count over memory of which an array in JAX holds"
-            " only the view's own elements. Call .contiguous().clone() first, or index."
-        )
-    return torch.ops.aten.as_strided(input, size, stride, storage_offset)
+
+    def in_order(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = input.untyped_storage().nbytes() // input.element_size()
+        if not input.is_contiguous() or memory != input.numel():
+            raise ConversionError(
+                f"{function.__name__} of a view: its strides count over memory of which an array in"
+                " JAX holds only the view's own elements. Call .contiguous().clone() first, or"
+                " index."
+            )
+        found: torch.Tensor = function(input, *args, **kwargs)
+        return found
+
+    return in_order
 
 
-@_instead_of(torch.as_strided_scatter, torch.Tensor.as_strided_scatter)
-def _as_strided_scatter(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """PyTorch 2.13 gives what was replaced the gradient, and the rest none."""
-    if input.requires_grad:
-        raise ConversionError(
-            "the gradient of torch.as_strided_scatter is that of the replaced elements in PyTorch:"
-            " torch.scatter, index_put or slice_scatter have the right one; or detach the input."
-        )
-    return torch.ops.aten.as_strided_scatter(input, *args, **kwargs)
+_instead_of(torch.as_strided, torch.Tensor.as_strided)(_strided(torch.ops.aten.as_strided))
+_instead_of(torch.as_strided_scatter, torch.Tensor.as_strided_scatter)(
+    _strided(torch.ops.aten.as_strided_scatter)
+)
 
 
 @_instead_of(torch.cov, torch.Tensor.cov)
