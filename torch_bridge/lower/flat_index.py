@@ -69,7 +69,8 @@ def as_strided_scatter(
 ) -> jax.Array:  # fmt: skip
     """Of a tensor whose elements lie in order. Its gradients are PyTorch's: the input's are those
     of the places that are replaced, and of the others none."""
-    places, flat, src = _strided(size, stride, storage_offset or 0), jnp.ravel(x), cast(src, x.dtype)
+    places = _strided(size, stride, storage_offset or 0)
+    flat, src = jnp.ravel(x), cast(src, x.dtype)
     if np.unique(places).size < places.size:
         raise NotImplementedError(
             "as_strided_scatter to places that overlap: PyTorch leaves open which of the elements"

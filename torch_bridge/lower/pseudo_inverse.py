@@ -40,7 +40,7 @@ def _pinv_above(x: jax.Array, atol: jax.Array, rtol: jax.Array) -> jax.Array:
     u, sizes, vh = jnp.linalg.svd(x, full_matrices=False)
     kept = sizes > jnp.maximum(atol[..., None], rtol[..., None] * sizes[..., :1])
     inverse = jnp.where(kept, 1 / jnp.where(kept, sizes, 1), 0)
-    return jnp.conj(vh.mT) @ (inverse[..., None] * jnp.conj(u.mT))
+    return jnp.conj(vh.mT) @ (inverse[..., None].astype(x.dtype) * jnp.conj(u.mT))
 
 
 @jax.custom_jvp
@@ -51,7 +51,7 @@ def _pinv_hermitian(x: jax.Array, atol: jax.Array, rtol: jax.Array) -> jax.Array
     largest = jnp.max(sizes, axis=-1, keepdims=True, initial=0)
     kept = sizes > jnp.maximum(atol[..., None], rtol[..., None] * largest)
     inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
-    return (vectors * inverse[..., None, :]) @ jnp.conj(vectors.mT)
+    return (vectors * inverse[..., None, :].astype(x.dtype)) @ jnp.conj(vectors.mT)
 
 
 def _pinv_slopes(
