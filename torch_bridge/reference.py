@@ -165,8 +165,10 @@ def run_torch(
 
 @contextlib.contextmanager
 def _restored(module: torch.nn.Module) -> Iterator[None]:
-    """Give the contents of all buffers, and the gradients, back as they were."""
+    """Give the contents of all tensors, and the gradients, back as they were."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    # An embedding with `max_norm=` writes to its weight.
+    written = [(p, p._version, p.detach().clone()) for p in module.parameters()]
     gradients = [(p, p.grad) for p in module.parameters()]
     for p, _ in gradients:
         p.grad = None
@@ -176,6 +178,9 @@ def _restored(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+            for p, version, value in written:
+                if p._version != version:
+                    p.copy_(value)
         for p, gradient in gradients:
             p.grad = gradient
 

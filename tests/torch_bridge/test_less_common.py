@@ -418,3 +418,44 @@ def test_polygamma_at_its_pole() -> None:
     x = torch.tensor([0.0, 0.5])
     found = tb.convert(Polygamma(), x)(x)
     np.testing.assert_allclose(found, Polygamma()(x), rtol=1e-5)
+
+
+class Bounded(nn.Module):
+    """Looks at one weight with bounds of several kinds, and as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4, padding_idx=1, max_norm=1.5)
+        self.bags = nn.EmbeddingBag(7, 4, max_norm=2.0, norm_type=1.0, mode="sum")
+        self.bags.weight = self.words.weight
+        with torch.no_grad():
+            self.words.weight.copy_(draw(7, 4) * torch.arange(7.0)[:, None])
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        whole, first = self.words.weight.sum(0), self.words(ids)
+        summed = self.bags(ids[:, :2])
+        plain = F.embedding(ids + 1, self.words.weight)
+        again = F.embedding(ids, self.words.weight, None, 0.5, float("inf"))
+        return whole, first, summed, plain, again, again @ self.words.weight.t()
+
+
+def test_rows_that_are_too_long_are_scaled_before_they_are_read() -> None:
+    """What reads the weight later sees them scaled; their gradient does not."""
+    ids = torch.tensor([[1, 5, 3], [5, 4, 3]])
+    check_parity(Bounded().eval(), ids, train=False)
+    torch.manual_seed(0)
+    half = nn.Embedding(7, 4, max_norm=1.0).bfloat16().eval()
+    with torch.no_grad():
+        half.weight[5] = float("inf")
+    got = tb.convert(half, ids, train=False)(ids.numpy())
+    np.testing.assert_array_equal(got.astype(np.float32), half(ids).float().detach())
+
+
+def test_a_training_that_scales_rows_is_refused_by_name() -> None:
+    ids = torch.tensor([[0, 1]])
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ConversionError, match=r"max_norm= .*train=False.*state\.replace"):
+            tb.convert(kind(3, 4, max_norm=1.0), ids)
+    frozen = nn.Embedding.from_pretrained(draw(3, 4), max_norm=1.0)  # which no optimizer moves
+    converted = tb.convert(frozen, ids)
+    np.testing.assert_allclose(converted(ids.numpy()), frozen(ids), rtol=1e-6)

@@ -9,9 +9,12 @@ import json
 import os
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +29,8 @@ import operators  # noqa: E402
 
 
 TABLE = ROOT / "benchmarks" / "results" / "operators.json"
+X = torch.linspace(-2, 3, 8).reshape(2, 4)
+LIBRARY = torch.library.Library("of_threads", "FRAGMENT")
 BY_DAY = [
     line
     for line in (ROOT / "tests/data/operators_by_day.txt").read_text().splitlines()
@@ -128,3 +133,67 @@ def test_nothing_in_the_table_is_wrong() -> None:
     assert all(re.search(told, row[1]) for row in rows.values() if row[0] == "refused")
     # A verdict, a reason, and how many samples were run.
     assert all(len(row) == 3 for row in rows.values())
+
+
+def test_parity_and_the_table_of_operators_read_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong lowering is seen by a conversion, by `tb.parity` and by the table."""
+    lowering = registry._TABLE["aten.neg.default"]
+    wrong = replace(lowering, fn=lambda x: x)
+    monkeypatch.setitem(registry._TABLE, "aten.neg.default", wrong)
+
+    class Negative(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+    converted = tb.convert(Negative(), X)
+    np.testing.assert_array_equal(converted(X.numpy()), X)
+    report = tb.parity(Negative(), converted, X)
+    assert report.first is not None
+    assert report.first.operator == "aten.neg.default"
+    row = beside.verdict("neg", dict(operators.entries("float32", 1))["neg"], operators.SECONDS)
+    assert row.verdict == "wrong"
+
+
+def test_threads_may_register_and_convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread adds operators and converts modules of them, while the list is read."""
+    monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
+    count, each, overloads = 4, 3, 2000
+    begin, done = threading.Barrier(count + 1), threading.Event()
+
+    def work(thread: int) -> list[float]:
+        begin.wait()
+        found = []
+        for number in range(each):
+            factor = 10 * thread + number
+            name = f"times{factor}"
+            LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+            LIBRARY.impl(name, torch.clone, "CompositeExplicitAutograd")
+            names = [f"of_threads.{name}.{kind}" for kind in ("default", *range(1, overloads))]
+            tb.register_operator(*names)(lambda x, factor=factor: x * factor)
+
+            class Times(torch.nn.Module):
+                def forward(self, x: torch.Tensor, name: str = name) -> torch.Tensor:
+                    return getattr(torch.ops.of_threads, name)(x)  # type: ignore[no-any-return]
+
+            found.append(float(tb.convert(Times(), X, train=False)(X.numpy())[1, 3]))
+        return found
+
+    def read() -> None:
+        begin.wait()
+        while not done.is_set():
+            names = tb.registered_operators()
+            own = [name for name in names if name.startswith("of_threads.")]
+            assert list(names) == sorted(names)
+            assert len(own) % overloads == 0, "a rule for several names was seen in part"
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        with ThreadPoolExecutor(count + 1) as pool:
+            reading = pool.submit(read)
+            results = [run.result() for run in [pool.submit(work, n) for n in range(count)]]
+            done.set()
+            reading.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert results == [[3.0 * (10 * n + i) for i in range(each)] for n in range(count)]

@@ -20,7 +20,7 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 from torch_bridge.cli.bridge import app, parse_input
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.lower.registry import _TABLE, find_lowering
+from torch_bridge.lower.registry import _TABLE, find_lowering, registered_operators
 from torch_bridge.parity import _gradient_errors, _relative
 
 
@@ -333,3 +333,30 @@ def test_one_tensor_may_be_two_arguments() -> None:
     ids = torch.randint(0, 37, (2, 9))
     same = {"input_ids": ids, "labels": ids}
     assert tb.parity(module, tb.convert(module, **same), same).agrees
+
+
+def test_values_of_this_packages_own_operators_are_compared() -> None:
+    """A graph has them where torch.export can trace nothing of PyTorch's; PyTorch runs it, too."""
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding.from_pretrained(X[0, 0, :, :4] * 3, max_norm=1.5)
+            self.score = nn.Linear(4, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            scores = self.score(self.words(ids)).log_softmax(-1)
+            return nn.functional.ctc_loss(scores, torch.tensor([[1, 2]]), (5,), (2,))
+
+    ids = torch.tensor([[0], [3], [5], [3], [1]])
+    module = Labelled()
+    converted, weight = tb.convert(module, ids), module.words.weight.clone()
+    report = tb.parity(module, converted, ids)
+    assert report.agrees, report
+    assert torch.equal(module.words.weight, weight), "the module's rows were scaled"
+    own = [name for name in registered_operators() if name.startswith("torch_bridge.")]
+    assert own
+    for name in own:
+        kernel = name.removesuffix(".default").replace(".", "::")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has(kernel, "CompositeExplicitAutograd"), f"PyTorch cannot run {name}"

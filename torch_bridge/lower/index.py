@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_bool
+from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.shape import slice_bounds
-from torch_bridge.lower.tangents import with_tangents
+from torch_bridge.lower.tangents import sloped, with_tangents
 
 
 @register_operator("aten.embedding.default")
@@ -37,6 +38,21 @@ def embedding(
         return rows
     padded = jnp.expand_dims(indices == padding_idx, -1)
     return jnp.where(padded, jax.lax.stop_gradient(rows), rows)
+
+
+@register_operator("torch_bridge.embedding_renorm.default")
+def embedding_renorm(weight: Any, indices: Any, max_norm: float, norm_type: float) -> jax.Array:
+    """A table of which the rows at some places are no longer than a bound.
+
+    Its gradient is that of the table as it came: PyTorch scales the rows without one.
+    """
+    fixed = jax.lax.stop_gradient(weight)
+    places = not_negative(jnp.ravel(indices), weight.shape[0])
+    rows = jnp.take(fixed, places, axis=0)
+    size = vector_norm(rows, norm_type, [1], True).astype(np.float32)
+    scale = jnp.where(size > max_norm, max_norm / (size + 1e-7), 1)
+    scaled = rows * scale.astype(weight.dtype)  # of 16 bits PyTorch rounds the scale, too
+    return fixed.at[places].set(scaled, mode="drop") + sloped(weight, jnp.ones((), weight.dtype))
 
 
 def by_frequency(rows: jax.Array, indices: Any, num: int) -> jax.Array:

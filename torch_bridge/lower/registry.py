@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ class Lowering:
 
 
 _TABLE: dict[str, Lowering] = {}
+# Of a rule for several names another thread sees all or none.
+_LOCK = threading.Lock()
 
 
 def register_operator(*names: str, draws: DrawsFn | None = None) -> Callable[[LowerFn], LowerFn]:
@@ -47,8 +50,8 @@ def register_operator(*names: str, draws: DrawsFn | None = None) -> Callable[[Lo
     """
 
     def add(fn: LowerFn) -> LowerFn:
-        for name in names:
-            _TABLE[name] = Lowering(fn, draws)
+        with _LOCK:
+            _TABLE.update(dict.fromkeys(names, Lowering(fn, draws)))
         return fn
 
     return add
@@ -64,4 +67,5 @@ def find_lowering(name: str) -> Lowering | None:
 
 def registered_operators() -> Sequence[str]:
     """The names of all operators that can be converted, sorted."""
-    return sorted(_TABLE)
+    with _LOCK:
+        return sorted(_TABLE)

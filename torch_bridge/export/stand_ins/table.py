@@ -34,6 +34,7 @@ from torch_bridge.export.stand_ins.random_numbers import (
     unseeded,
 )
 from torch_bridge.export.stand_ins.replacement import StandIn, replaced
+from torch_bridge.export.stand_ins.rewritten_rows import RewrittenRows
 from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
 from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
 from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_norms
@@ -55,17 +56,19 @@ def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, packed: PackedSequences) -> None:
+    def __init__(self, packed: PackedSequences, rows: RewrittenRows) -> None:
         super().__init__()
-        self.packed, self.table = packed, _TABLE | packed.table
+        self.packed, self.rows = packed, rows
+        self.table = {**_TABLE, **packed.table, **rows.table}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in self.packed.table:
             self.packed.require_unread(func, (args, kwargs))
-        refuse_own_generator(kwargs or {})
-        out = self.table.get(func, func)(*args, **(kwargs or {}))
+        args, kwargs = self.rows.as_they_are((args, kwargs or {}))
+        refuse_own_generator(kwargs)
+        out = self.table.get(func, func)(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and not torch.is_grad_enabled():
             # torch.export forgets a no_grad region around what has graphs of its own.
             detach = torch.Tensor.detach
@@ -88,10 +91,11 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         return is_causal is True
 
     unmapped, packed = vmap._maybe_remove_batch_dim, PackedSequences()
+    rows = RewrittenRows(module.training)
 
-    def moved(name: str, x: Any, level: int, rows: int, dim: int | None) -> Any:
+    def moved(name: str, x: Any, level: int, count: int, dim: int | None) -> Any:
         """Rows first, then a move of their own: PyTorch would move them unseen by torch.export."""
-        found = unmapped(name, x, level, rows, None if dim is None else 0)
+        found = unmapped(name, x, level, count, None if dim is None else 0)
         return found.movedim(0, dim) if dim else found
 
     begin = Distribution.__init__
@@ -116,7 +120,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _Mode(packed), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
+            _Mode(packed, rows), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
             causal_masks(), functional_gradients(), synchronized_batch_norms(), unseeded(),
         ):  # fmt: skip
@@ -357,6 +361,16 @@ def _ctc_shape(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> to
     return log_probs.new_empty(log_probs.shape[1:-1])
 
 
+def _ctc_losses(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any,
+    blank: int, zero_infinity: bool,
+) -> torch.Tensor:  # fmt: skip
+    """PyTorch's own, with which `parity` compares."""
+    lengths = input_lengths, target_lengths
+    return torch.ctc_loss(log_probs, targets, *lengths, blank, 0, zero_infinity)
+
+
+_LIBRARY.impl("ctc_loss", _ctc_losses, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_bridge::ctc_loss", _ctc_shape, lib=_LIBRARY)
 
 
