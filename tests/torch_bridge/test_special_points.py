@@ -297,6 +297,17 @@ def test_a_norm_of_negative_order_at_zero():
     agree(lambda x: torch.linalg.vector_norm(x, ord=-1.5, dim=-1), x)
 
 
+@pytest.mark.parametrize("order", [0.5, 3.0, -1.0])
+def test_norms_beside_infinity_nan_and_zeros(order):
+    """NaN where PyTorch has it, at zeros beside infinity, too; of rows that `renorm` leaves, 1."""
+    x = torch.tensor([[0.0, 0, INF], [INF, 1, 1], [INF, -INF, INF], [-INF, 0, NAN], [NAN, 1, 2],
+                      [0, 0, 0], [0.0, -0.0, 3], [1, -2, 2]])  # fmt: skip
+    agree(lambda x: torch.linalg.vector_norm(x, ord=order, dim=1), x)
+    for bound in (0.0, 1.0) if order > 0 else ():
+        agree(lambda x, bound=bound: torch.renorm(x, order, 0, bound), x)
+        agree(lambda x, bound=bound: torch.renorm(x[:, 1:], order, 1, bound), x[4:])
+
+
 def test_targets_of_binary_cross_entropy_have_a_gradient():
     p, target = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9], [0.8, 0.2, 0.6, 0.4, 0.3]])
     agree(lambda p, target: F.binary_cross_entropy(p, target, reduction="none"), p, target)

@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -225,16 +226,45 @@ def _vector_norm(x: jax.Array, ord: Any, dim: Dims, keepdim: bool) -> jax.Array:
         return jnp.sum((x != 0).astype(size.dtype), axis=axes, keepdims=keepdim)
     if ord == 1:
         return jnp.sum(size, axis=axes, keepdims=keepdim)
-    total = jnp.sum(_power(size, ord), axis=axes, keepdims=keepdim)
-    return _power(total, 1.0 / ord)
+    norm = _norm_of_sizes(size, ord, axes)
+    return norm if keepdim else jnp.squeeze(norm, axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _norm_of_sizes(size: jax.Array, ord: float, axes: tuple[int, ...]) -> jax.Array:
+    """Of another order than those that have a name, with dims of one element for `axes`."""
+    return _power(jnp.sum(_power(size, ord), axis=axes, keepdims=True), 1.0 / ord)
+
+
+@_norm_of_sizes.defjvp
+def _norm_slopes(ord: float, axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    """PyTorch's: 0 where all are 0, and NaN beside infinity, for elements that are 0, too."""
+    (size,), (dsize,) = primals, tangents
+    norm = _norm_of_sizes(size, ord, axes)
+    zero = size == 0
+    own = jnp.where(zero, 0, jnp.where(zero, 1, size) ** (ord - 1))
+    none = norm == 0
+    of_all = jnp.where(none, 0, jnp.where(none, 1, norm) ** (1 - ord))
+    return norm, jnp.sum(dsize * (own * of_all), axis=axes, keepdims=True)
 
 
 def _power(x: jax.Array, exponent: float) -> jax.Array:
-    """`x ** exponent` for x >= 0, whose gradient at 0 is torch's 0."""
+    """`x ** exponent` for x >= 0."""
     zero = x == 0
     one = jnp.ones((), x.dtype)
     at_zero = jnp.asarray(jnp.inf if exponent < 0 else 0.0, x.dtype)
     return jnp.where(zero, at_zero, jnp.where(zero, one, x) ** exponent)
+
+
+@register_operator("aten.renorm.default")
+def renorm(x: jax.Array, p: float, dim: int, maxnorm: float) -> jax.Array:
+    """Rows along a dim, none longer than a bound. PyTorch leaves one whose norm is NaN alone."""
+    others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
+    above = vector_norm(cast(x, accumulation_dtype(x)), p, others, True) > maxnorm
+    long = jnp.where(above, x, 1)  # elsewhere nothing has a slope, of NaN either
+    norm = vector_norm(cast(long, accumulation_dtype(x)), p, others, True)
+    factor = maxnorm / (norm + 1e-7)
+    return jnp.where(above, long * factor.astype(x.dtype), x)
 
 
 @register_operator("aten._cdist_forward.default")
