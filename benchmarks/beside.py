@@ -24,7 +24,7 @@ from fzero.errors import ConversionError
 
 # Of the largest reference value: float32 sums in another order; bfloat16 has 8 bits. Whole numbers
 # are compared exactly.
-RTOL = {torch.float32: 2e-5, torch.int64: 2e-5, torch.bfloat16: 2e-2}
+RTOL = {torch.float32: 2e-5, torch.int64: 2e-5, torch.bfloat16: 2e-2, torch.complex64: 2e-5}
 # Compiling is what takes the time, of many small programs; the tests compile so, too.
 QUICK = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "

@@ -16,7 +16,8 @@ PyTorch's. An entry is
 
 The JSON has one row an entry and dtype, with the number of samples (of each mode, for modules).
 Rows of entries that are not run are kept, so that a run can be done in pieces. Without `--dtype`
-all three are run. `--check` runs what has a row, writes nothing, and fails if one turned worse.
+all are run (complex64: entries that have none of the others). `--check` runs what has a row, writes
+nothing, and fails if one turned worse.
 """
 
 from __future__ import annotations
@@ -44,8 +45,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from beside import QUICK, RTOL, VERDICTS, Sample, check, verdict, worse, write
 
 
-DTYPES = ("float32", "int64", "bfloat16")
+DTYPES = ("float32", "int64", "bfloat16", "complex64")
 SAMPLES = 3
+# What has a row of no dtype, and why.
+_EIGHT_BITS = "The database has it for floats of 8 bits alone, and without a gradient."
+_OF_CUDA = "The database has it for GPUs of CUDA alone."
+WITHOUT_ROW = {
+    "torch._scaled_mm": _EIGHT_BITS,
+    "torch._scaled_mm_v2": _EIGHT_BITS,
+    "nn.functional.batch_norm.without_cudnn": _OF_CUDA,
+    "torch.ops.aten._efficient_attention_forward": _OF_CUDA,
+    "torch.ops.aten._flash_attention_forward": _OF_CUDA,
+}
 # An entry whose conversion takes longer has no finite graph.
 SECONDS = 120
 # Random by themselves: only shapes and dtypes can agree.
@@ -86,14 +97,20 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Called,
     return Called(function, spec, constants), tensors
 
 
+def name_of(op: Any) -> str:
+    """An entry's name, with that of its variant."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
 def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
     """Entries of `op_db`: a name, and what checks it."""
     from torch.testing._internal import common_methods_invocations as database
 
+    others = {getattr(torch, name) for name in DTYPES} - {torch.complex64}
     for op in database.op_db:
-        if dtype not in op.dtypes:
+        if dtype not in op.dtypes or (dtype.is_complex and not others.isdisjoint(op.dtypes)):
             continue
-        name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        name = name_of(op)
 
         def run(op: Any = op, name: str = name) -> None:
             gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
@@ -182,12 +199,18 @@ def entries(dtype: str, samples: int) -> list[Entry]:
 
 def markdown(rows: Rows) -> str:
     """What is not right, as a table for each dtype."""
+    named = set().union(*rows.values())
     lines = [
         "# PyTorch's operators",
         "",
         "Written by `make operators` (benchmarks/operators.py): the entries of PyTorch's own",
         "`op_db` and `module_db`, each converted and compared with PyTorch: values and gradients.",
         "`refused` means that `tb.convert` raises ConversionError with the reason given here.",
+        "",
+        f"Of {len(named) + len(WITHOUT_ROW)} names {len(named)} have a row in one dtype or more;"
+        " complex64 is run for those that have none of the others. No row have",
+        "",
+        *(f"- `{name}`: {why}" for name, why in WITHOUT_ROW.items()),
     ]
     for dtype, found in ((dtype, rows[dtype]) for dtype in DTYPES if dtype in rows):
         counts = Counter(kind for kind, *_ in found.values())

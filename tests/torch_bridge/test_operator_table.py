@@ -117,6 +117,22 @@ def test_a_check_fails_where_a_row_turned_worse(
     assert json.loads(kept.read_text())["int64"]["neg"][0] == "right"
 
 
+def test_every_name_of_pytorchs_databases_is_in_the_page() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+    stored = json.loads(TABLE.read_text())
+    names = {operators.name_of(op) for op in op_db}
+    names |= {f"nn.{info.name.removeprefix('nn.')}" for info in module_db}
+    rows = set().union(*stored.values())
+    assert rows.isdisjoint(operators.WITHOUT_ROW)
+    assert rows | set(operators.WITHOUT_ROW) == names, "make operators"
+    for dtype, table in stored.items():
+        assert set(table) == {name for name, _ in operators.entries(dtype, 1)}
+    page = (ROOT / "docs" / "operators.md").read_text()
+    assert page == operators.markdown(stored), "the page is written from the rows: make operators"
+
+
 def test_nothing_in_the_table_is_wrong() -> None:
     tables = json.loads(TABLE.read_text())
     assert set(tables) == set(operators.DTYPES)
