@@ -451,3 +451,52 @@ def test_what_a_segment_begins_with_shares_no_gradient_with_its_equals(kind):
 def test_an_infinite_maximum_goes_back_to_its_place():
     x = torch.tensor([[1.0, INF, -INF]])
     agree(lambda x: F.max_unpool1d(x, torch.tensor([[0, 2, 5]]), 2), x)
+
+
+def test_an_infinite_slope_is_in_no_other_gradient():
+    x = torch.tensor([[1.0, -1.0, INF, -2.0], [0.0, 2.0, -INF, 3.0]])
+    agree(F.prelu, x, torch.tensor([0.5]))
+    agree(F.prelu, x[:, :2], torch.tensor([0.5, INF]))
+
+
+def test_an_infinite_variance_has_an_infinite_loss():
+    var = torch.tensor([INF, 1.0, 0.0, 1e-7])
+    each = {"reduction": "none"}
+    x, target = torch.tensor([[1.0, 2.0, 3.0, 1.0], [0.5, 2.0, 3.0, 1.0]])
+    agree(lambda x, var: F.gaussian_nll_loss(x, target, var, **each), x, var)
+
+
+def test_a_missing_number_is_no_difference_that_counts():
+    x = torch.tensor([[1.0, NAN, 3.0], [1.0, 2.0, 0.0], [1.0, 2.0, 3.0]])
+    agree(lambda x: torch.cdist(x, x.flip(0), p=0.0), x)
+    agree(lambda x: F.pdist(x, p=0.0), x)
+
+
+def test_no_voxel_is_read_infinitely_far_away():
+    grid = torch.tensor([[INF, 0.0, 0.0], [0.0, -INF, 0.5], [0.1, 0.2, 0.3]]).reshape(1, 1, 1, 3, 3)
+    x = torch.arange(27.0).reshape(1, 1, 3, 3, 3)
+    agree(lambda x, grid: F.grid_sample(x, grid, align_corners=False), x, grid)
+
+
+def test_factors_are_solved_as_they_are():
+    """Multiplied and factorised again, a pivot of 0 became a finite answer."""
+    packed = torch.tensor([[2.0, 1.0, 3.0], [0.5, 0.0, 1.0], [0.25, 0.5, 4.0]])
+    pivots, b = torch.tensor([2, 3, 3], dtype=torch.int32), torch.tensor([[1.0], [2.0], [3.0]])
+    for given in ({}, {"left": False, "adjoint": True}, {"adjoint": True}):
+        right = b if given.get("left", True) else b.t()
+        solve = functools.partial(torch.linalg.lu_solve, pivots=pivots, **given)
+        want, got, *_ = both(lambda lu, b, solve=solve: solve(lu, B=b), packed, right)
+        finite = np.isfinite(want)
+        assert not finite.all()
+        np.testing.assert_allclose(got[finite], want[finite], rtol=1e-5)
+        agree(lambda lu, b, solve=solve: solve(lu, B=b), packed + torch.eye(3), right)
+
+
+def test_statistics_of_a_norm_have_no_gradient():
+    x = torch.tensor([[1.0, 2.0, 4.0], [0.5, -1.0, 3.0]])
+    for norm in (
+        lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-5),
+        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
+    ):
+        assert not any(each.requires_grad for each in norm(x.clone().requires_grad_())[1:])
+        agree(lambda x, norm=norm: norm(x)[0] + norm(x)[1].sum() + norm(x)[2].sum(), x)

@@ -13,6 +13,7 @@ from torch_bridge.dtypes import accumulation_dtype, cast, jax_dtype
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import broadcast, once
+from torch_bridge.lower.tangents import with_tangents
 
 
 @register_operator("aten.relu.default")
@@ -105,7 +106,15 @@ def prelu(x: jax.Array, weight: Any) -> jax.Array:
     slope = jnp.reshape(weight, ()) if weight.size == 1 else weight  # x may have no dims
     if weight.size > 1 and weight.ndim == 1 and x.ndim > 1:
         slope = jnp.reshape(weight, (1, -1, *(1,) * (x.ndim - 2)))
-    return jnp.where(x > 0, x, x * broadcast(slope.astype(x.dtype), x.shape))
+    return _prelu(x, broadcast(slope.astype(x.dtype), x.shape))
+
+
+# An infinite slope or input is NaN in no gradient that it has no part in.
+_prelu = with_tangents(
+    lambda x, slope: jnp.where(x > 0, x, x * slope),
+    lambda dx, _, x, slope: dx * jnp.where(x > 0, 1, slope),
+    lambda dslope, _, x, slope: dslope * jnp.where(x > 0, 0, x),
+)
 
 
 @register_operator("aten.log_sigmoid_forward.default")

@@ -16,6 +16,8 @@ from torch_bridge.lower.registry import register_operator
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+# A place of which no corner is within an image.
+_OUTSIDE = -2
 # The cubic kernel's free parameter, as in torch and OpenCV.
 _A = -0.75
 
@@ -31,6 +33,8 @@ def grid_sampler(
     positions = [
         _unnormalized(grid[..., len(sizes) - 1 - i], n, align_corners) for i, n in enumerate(sizes)
     ]
+    if len(sizes) == 3 and padding == _ZEROS:  # of images PyTorch has NaN there
+        positions = [jnp.where(jnp.isfinite(p), p, _OUTSIDE) for p in positions]
     if mode == _BICUBIC:
         return _cubic(x, positions, padding, align_corners)
     inside = [_padded(p, n, padding, align_corners) for p, n in zip(positions, sizes, strict=True)]

@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -325,18 +326,24 @@ def lu_unpack(
 def lu_solve(
     packed: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
 ) -> jax.Array:
-    p, low, high = lu_unpack(packed, pivots)
-    return _solve_product(p @ low @ high, b, left, adjoint)
+    if not left:  # X A = B is A^H X^H = B^H
+        flipped = jnp.conj(jnp.swapaxes(b, -1, -2))
+        found = lu_solve(packed, pivots, flipped, adjoint=not adjoint)
+        return jnp.conj(jnp.swapaxes(found, -1, -2))
+    p, low, high = (_broadcast(part, b)[0] for part in lu_unpack(packed, pivots))
+    b = _broadcast(packed, b)[1]
+    solved = functools.partial(jax.lax.linalg.triangular_solve, left_side=True)
+    lower = functools.partial(solved, low, lower=True, unit_diagonal=True)
+    upper = functools.partial(solved, high, lower=False)
+    if adjoint:
+        half = upper(b, transpose_a=True, conjugate_a=True)
+        return p @ lower(half, transpose_a=True, conjugate_a=True)
+    return upper(lower(jnp.swapaxes(p, -1, -2) @ b))
 
 
 @register_operator("aten.lu_solve.default")
 def lu_solve_old(b: jax.Array, packed: jax.Array, pivots: jax.Array) -> jax.Array:
     return lu_solve(packed, pivots, b)
-
-
-def _solve_product(a: jax.Array, b: jax.Array, left: bool, adjoint: bool) -> jax.Array:
-    a = jnp.conj(jnp.swapaxes(a, -1, -2)) if adjoint else a
-    return solve(a, b, left=left) if not _is_vectors(a, b) else solve(a, b[..., None])[..., 0]
 
 
 @register_operator("aten.linalg_matrix_exp.default", "aten.matrix_exp.default")

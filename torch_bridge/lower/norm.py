@@ -69,9 +69,9 @@ def native_layer_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = cast(x, accumulation_dtype(x))
     mean, var = _moments(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
-    # torch keeps both in the dtype of the weights.
+    # torch keeps both in the dtype of the weights, without a gradient.
     kept = x.dtype if weight is None else weight.dtype
-    stats = (each.astype(kept) for each in (mean, jax.lax.rsqrt(var + eps)))
+    stats = (each.astype(kept) for each in _without_gradient(mean, var, eps))
     return layer_norm(x, normalized_shape, weight, bias, eps), *stats
 
 
@@ -176,8 +176,7 @@ def batch_norm_functional(
     new_var = old_var * (1.0 - momentum) + jax.lax.stop_gradient(unbiased) * momentum
     return (
         out,
-        mean.astype(kept),
-        jax.lax.rsqrt(var + eps).astype(kept),
+        *(each.astype(kept) for each in _without_gradient(mean, var, eps)),
         new_mean.astype(running_mean.dtype),
         new_var.astype(running_var.dtype),
     )
@@ -238,7 +237,12 @@ def batch_norm_no_stats(
 ) -> tuple[Any, ...]:
     mean, var = _batch_moments(x)
     out = _batch_norm_apply(x, mean, var, weight, bias, eps)
-    return out, mean, jax.lax.rsqrt(var + eps)
+    return out, *_without_gradient(mean, var, eps)
+
+
+def _without_gradient(mean: jax.Array, var: jax.Array, eps: float) -> Any:
+    """The moments of a batch as torch returns them: for its own gradient, without one."""
+    return jax.lax.stop_gradient((mean, jax.lax.rsqrt(var + eps)))
 
 
 @register_operator("aten._weight_norm.default")

@@ -275,7 +275,11 @@ def cdist(x: jax.Array, y: Any, p: float, compute_mode: int | None) -> jax.Array
 
 
 def distances(gaps: jax.Array, p: float) -> jax.Array:
-    """Norms of rows. Of the largest all have the whole gradient, where a norm's share it."""
+    """Norms of rows. Of the largest all have the whole gradient, where a norm's share it; a NaN is
+    no difference that could be counted."""
+    if p == 0:
+        counts = jnp.where(jnp.isnan(gaps), gaps, (gaps != 0).astype(gaps.dtype))
+        return jnp.sum(jax.lax.stop_gradient(counts), axis=-1)
     if p != float("inf") or not gaps.shape[-1]:
         return vector_norm(gaps, p, -1)
     size = absolute(gaps)

@@ -230,7 +230,7 @@ def _gaussian_nll_loss(
     elif var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     # The bound has no gradient of its own.
-    var = var + (var.clamp(min=eps) - var).detach()
+    var = torch.where(var < eps, var + (eps - var).detach(), var)
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
