@@ -5,6 +5,7 @@ All of it, of three dtypes and with three samples each: `make nightly-operators`
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import beside  # noqa: E402
 import operators  # noqa: E402
+import special_entries  # noqa: E402
 
 
 TABLE = ROOT / "benchmarks" / "results" / "operators.json"
@@ -36,6 +39,14 @@ BY_DAY = [
     for line in (ROOT / "tests/data/operators_by_day.txt").read_text().splitlines()
     if not line.startswith("#")
 ]
+
+
+@functools.cache
+def of_name() -> dict[str, Any]:
+    """The entries of `op_db`."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {operators.name_of(op): op for op in op_db}
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -131,6 +142,31 @@ def test_every_name_of_pytorchs_databases_is_in_the_page() -> None:
         assert set(table) == {name for name, _ in operators.entries(dtype, 1)}
     page = (ROOT / "docs" / "operators.md").read_text()
     assert page == operators.markdown(stored), "the page is written from the rows: make operators"
+
+
+@pytest.mark.parametrize(
+    "name", ["nn.functional.prelu", "nn.functional.gaussian_nll_loss", "topk", "kthvalue", "sort"]
+)
+def test_an_entry_at_special_points(name: str) -> None:
+    assert not special_entries.differences(of_name()[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(8))
+def test_every_differentiable_entry_at_special_points(part: int) -> None:
+    """Zeros of both signs, ones, equal values, ties, bounds, infinities and NaN."""
+    chosen = [op for op in of_name().values() if not special_entries.reason_to_leave_out(op)]
+    found = [text for op in chosen[part::8] for text in special_entries.differences(op)]
+    assert not found, "\n".join(found)
+
+
+def test_every_entry_has_special_points_or_a_reason() -> None:
+    reasons = {name: special_entries.reason_to_leave_out(op) for name, op in of_name().items()}
+    kinds = {"no float32", "no gradient", "draws", "refused", *special_entries.LEFT_OUT.values()}
+    assert set(reasons.values()) <= {None, *kinds}
+    assert sum(reason is None for reason in reasons.values()) > 450
+    listed = {*special_entries.OPEN, *special_entries.LEFT_OUT, *special_entries.LOOSE}
+    assert listed <= set(reasons), "entries that PyTorch has no more"
 
 
 def test_nothing_in_the_table_is_wrong() -> None:

@@ -500,3 +500,8 @@ def test_statistics_of_a_norm_have_no_gradient():
     ):
         assert not any(each.requires_grad for each in norm(x.clone().requires_grad_())[1:])
         agree(lambda x, norm=norm: norm(x)[0] + norm(x)[1].sum() + norm(x)[2].sum(), x)
+
+
+def test_trigamma_of_infinity_is_0():
+    agree(lambda x: torch.polygamma(1, x.detach()), torch.tensor([INF, -INF, 0.5, 2.0, 0.0]))
+    agree(torch.digamma, torch.tensor([INF, 0.5, 0.0]))

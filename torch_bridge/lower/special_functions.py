@@ -133,16 +133,16 @@ def _polygamma(n: int, x: jax.Array) -> jax.Array:
         at_pole: Any = jnp.inf if n % 2 else -jnp.inf
     else:
         at_pole = jnp.where(wide == 0, jnp.where(jnp.signbit(wide), jnp.inf, -jnp.inf), jnp.nan)
-    return jnp.where(pole, at_pole, found).astype(x.dtype)
+    found = jnp.where(pole, at_pole, found)
+    if n == 1:  # of infinity; the others are NaN there in torch, or their next pole
+        found = jnp.where(jnp.isinf(wide), jnp.where(wide > 0, 0, jnp.nan), found)
+    return found.astype(x.dtype)
 
 
 @_polygamma.defjvp
 def _polygamma_jvp(n: int, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = values, tangents
-    slope = _polygamma(n + 1, x)
-    if n == 0:  # of infinity it is NaN, but for digamma's slope
-        slope = jnp.where(jnp.isposinf(x), 0, slope)
-    return _polygamma(n, x), (slope * dx).astype(x.dtype)
+    return _polygamma(n, x), (_polygamma(n + 1, x) * dx).astype(x.dtype)
 
 
 _lgamma = with_tangents(jax.lax.lgamma, lambda dx, _, x: dx * _polygamma(0, x))
