@@ -505,3 +505,20 @@ def test_statistics_of_a_norm_have_no_gradient():
 def test_trigamma_of_infinity_is_0():
     agree(lambda x: torch.polygamma(1, x.detach()), torch.tensor([INF, -INF, 0.5, 2.0, 0.0]))
     agree(torch.digamma, torch.tensor([INF, 0.5, 0.0]))
+
+
+def test_quotients_by_a_divisor_that_is_spread_are_cut_as_they_are():
+    """By its reciprocal, which XLA takes, 3 / 3 is less than 1."""
+    y = torch.arange(1.0, 60.0)[None] / 4
+    x = torch.arange(1.0, 6.0)[:, None] * y
+    agree(lambda x, y: torch.div(x.detach(), y.detach(), rounding_mode="trunc"), x, y)
+    agree(lambda x: torch.div(x.detach(), 0.3, rounding_mode="trunc"), x)
+    agree(torch.fmod, x, y)
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_factors_gradient_is_that_of_the_whole_factor(upper):
+    """PyTorch's, though one triangle is read."""
+    factor, b = torch.tensor([[2.0, 1.0], [0.5, 3.0]]), torch.tensor([[1.0], [2.0]])
+    agree(lambda b, factor: torch.cholesky_solve(b, factor, upper=upper), b, factor)
+    agree(lambda factor: torch.cholesky_inverse(factor, upper=upper), factor)

@@ -33,7 +33,9 @@ from torch_bridge.lower.tangents import (
     hypot,
     modulo,
     power,
+    remains,
     sinc,
+    whole_quotient,
 )
 
 
@@ -86,7 +88,7 @@ def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
     if is_float(a):
-        return jnp.trunc(a / b)
+        return whole_quotient(a, b)
     return jax.lax.div(*jnp.broadcast_arrays(a, b))  # truncates towards zero, as torch does
 
 
@@ -104,7 +106,7 @@ def remainder(x: jax.Array, y: Any) -> jax.Array:
 @register_operator("aten.fmod.Tensor", "aten.fmod.Scalar")
 def fmod(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
-    return jnp.fmod(a, b)
+    return remains(a, b) if is_float(a) else jnp.fmod(a, b)
 
 
 @register_operator("aten.pow.Tensor_Scalar")

@@ -169,11 +169,22 @@ def cholesky_ex(
 
 
 @register_operator("aten.cholesky_solve.default")
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax.Array:
     other = jnp.conj(jnp.swapaxes(factor, -1, -2))
     low, high = (other, factor) if upper else (factor, other)
     half = jax.lax.linalg.triangular_solve(*_broadcast(low, b), left_side=True, lower=True)
     return jax.lax.linalg.triangular_solve(*_broadcast(high, half), left_side=True, lower=False)
+
+
+@cholesky_solve.defjvp
+def _cholesky_solve_slopes(upper: bool, primals: Any, tangents: Any) -> Any:
+    """PyTorch's: of the whole factor, of which one triangle is read."""
+    (_, factor), (db, dfactor) = primals, tangents
+    solved = cholesky_solve(*primals, upper)
+    h, dh = (jnp.conj(jnp.swapaxes(each, -1, -2)) for each in (factor, dfactor))
+    moved = dh @ factor + h @ dfactor if upper else dfactor @ h + factor @ dh
+    return solved, cholesky_solve(db - moved @ solved, factor, upper)
 
 
 @register_operator("aten.cholesky_inverse.default")

@@ -183,3 +183,15 @@ between = with_tangents(
 modulo = with_tangents(
     jnp.remainder, lambda dx, out, x, y: dx, lambda dy, out, x, y: -dy * jnp.floor_divide(x, y)
 )
+
+
+def whole_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x / y` without its fraction."""
+    # Of a divisor that is spread, or a number, XLA takes the reciprocal: 3 / 3 is less than 1 then.
+    spread = jnp.broadcast_to(y, jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y)))
+    return jnp.trunc(x / jax.lax.optimization_barrier(spread))
+
+
+remains = with_tangents(
+    jnp.fmod, lambda dx, out, x, y: dx, lambda dy, out, x, y: -dy * whole_quotient(x, y)
+)
