@@ -522,3 +522,9 @@ def test_a_factors_gradient_is_that_of_the_whole_factor(upper):
     factor, b = torch.tensor([[2.0, 1.0], [0.5, 3.0]]), torch.tensor([[1.0], [2.0]])
     agree(lambda b, factor: torch.cholesky_solve(b, factor, upper=upper), b, factor)
     agree(lambda factor: torch.cholesky_inverse(factor, upper=upper), factor)
+
+
+def test_values_at_the_edges_of_bins_are_counted_where_pytorch_counts_them():
+    for bins, low, high in ((100, 0, 300), (30, 0, 3), (41, 0, 4.1)):
+        x = torch.arange(1001) / 1000 * (high - low) + low
+        agree(lambda x, given=(bins, low, high): torch.histc(x.detach(), *given), x)

@@ -168,7 +168,6 @@ def cholesky_ex(
     return cholesky(x, upper), _cholesky_info(x, upper)
 
 
-@register_operator("aten.cholesky_solve.default")
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax.Array:
     other = jnp.conj(jnp.swapaxes(factor, -1, -2))
@@ -185,6 +184,9 @@ def _cholesky_solve_slopes(upper: bool, primals: Any, tangents: Any) -> Any:
     h, dh = (jnp.conj(jnp.swapaxes(each, -1, -2)) for each in (factor, dfactor))
     moved = dh @ factor + h @ dfactor if upper else dfactor @ h + factor @ dh
     return solved, cholesky_solve(db - moved @ solved, factor, upper)
+
+
+register_operator("aten.cholesky_solve.default")(cholesky_solve)
 
 
 @register_operator("aten.cholesky_inverse.default")
@@ -338,9 +340,7 @@ def lu_solve(
     packed: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
 ) -> jax.Array:
     if not left:  # X A = B is A^H X^H = B^H
-        flipped = jnp.conj(jnp.swapaxes(b, -1, -2))
-        found = lu_solve(packed, pivots, flipped, adjoint=not adjoint)
-        return jnp.conj(jnp.swapaxes(found, -1, -2))
+        return jnp.conj(lu_solve(packed, pivots, jnp.conj(b.mT), adjoint=not adjoint).mT)
     p, low, high = (_broadcast(part, b)[0] for part in lu_unpack(packed, pivots))
     b = _broadcast(packed, b)[1]
     solved = functools.partial(jax.lax.linalg.triangular_solve, left_side=True)

@@ -13,7 +13,7 @@ import numpy as np
 from torch_bridge.dtypes import canonical, cast, is_bool, is_float, promote
 from torch_bridge.lower.index import added, along, into_vectors, written
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.tangents import sloped
+from torch_bridge.lower.tangents import sloped, whole_quotient
 
 
 @register_operator("aten.scatter_reduce.two")
@@ -158,7 +158,8 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
     if not is_float(values):  # whole numbers: count in float32, whatever the values are
         values, low, high = (cast(v, np.float32) for v in (values, low, high))
     inside = (values >= low) & (values <= high)
-    index = jnp.floor((values - low) / (high - low) * jnp.asarray(bins, values.dtype))
+    # In this order, as torch: the other one moves values at the edges of bins.
+    index = whole_quotient((values - low) * jnp.asarray(bins, values.dtype), high - low)
     index = jnp.clip(index, 0, bins - 1).astype(np.int32)
     counts = jnp.zeros((bins,), np.int32).at[index].add(inside.astype(np.int32))
     return counts.astype(kind)
