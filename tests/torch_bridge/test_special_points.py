@@ -516,6 +516,30 @@ def test_quotients_by_a_divisor_that_is_spread_are_cut_as_they_are():
     agree(torch.fmod, x, y)
 
 
+STEPS = {
+    "floor": lambda q: q.floor(),
+    "cast": lambda q: (q.mul(2).view(-1) + 1).long(),
+    "half": lambda q: q.to(torch.bfloat16).ceil(),
+    "compared": lambda q: q == 3,
+    "quantised": lambda q: (q.round() - q.detach()) + q,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_quotients_before_a_step_are_pytorchs(step):
+    """Whole numbers of them: by a divisor that is spread, by a number, and of whole numbers."""
+    y = torch.arange(1.0, 60.0)[None] / 4
+    x = torch.arange(1.0, 6.0)[:, None] * y
+    whole = torch.arange(300).reshape(5, 60)
+
+    def of(q):
+        return STEPS[step](q).to(torch.float32)
+
+    agree(lambda x, y: of(x / y) if step == "quantised" else of(x.detach() / y.detach()), x, y)
+    agree(lambda x: of(x.detach() / 0.3), x)
+    agree(lambda x: of(whole / 3) + x.sum() * 0, x)
+
+
 @pytest.mark.parametrize("upper", [False, True])
 def test_a_factors_gradient_is_that_of_the_whole_factor(upper):
     """PyTorch's, though one triangle is read."""

@@ -14,11 +14,13 @@ from torch.export.graph_signature import OutputKind
 from fzero.errors import ConversionError
 from torch_bridge.export.graph.mixtures import with_mixtures
 from torch_bridge.export.graph.ranges import Ranges
+from torch_bridge.export.graph.steps import is_before_a_step
 from torch_bridge.export.origins import module_path, source_line
 from torch_bridge.export.remedies import remedy_of_missing, remedy_of_values
 from torch_bridge.export.shapes import unbacked
 from torch_bridge.export.stand_ins.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
+from torch_bridge.lower.arithmetic import div_before_a_step
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, ComputedMask, Folded, computed_masks
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
@@ -315,6 +317,8 @@ def _lowered(
 ) -> Callable[..., Any]:
     """What computes a node in JAX."""
     fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
+    if is_before_a_step(node):
+        fn = div_before_a_step
     assert fn is not None, node.target
     args, kwargs = _arguments(node, mask)
     if _draws(node, args, kwargs):

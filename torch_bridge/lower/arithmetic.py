@@ -30,6 +30,7 @@ from torch_bridge.lower.tangents import (
     at_least,
     at_most,
     between,
+    exact_quotient,
     hypot,
     modulo,
     power,
@@ -90,6 +91,16 @@ def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if is_float(a):
         return whole_quotient(a, b)
     return jax.lax.div(*jnp.broadcast_arrays(a, b))  # truncates towards zero, as torch does
+
+
+@elementwise
+@exact_numbers
+def div_before_a_step(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
+    """`div` where the last bit decides on a whole number, as of what is floored."""
+    if rounding_mode is not None:
+        return div(x, y, rounding_mode=rounding_mode)
+    a, b = promote_float(x, y)
+    return once(exact_quotient)(a, b) if is_float(a) else quotient(a, b)
 
 
 @register_operator("aten.floor_divide.default", "aten.floor_divide.Scalar")

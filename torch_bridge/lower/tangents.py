@@ -185,11 +185,18 @@ modulo = with_tangents(
 )
 
 
+def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x / y`, rounded once.
+
+    Of a divisor that is spread, or a number, XLA takes the reciprocal: 3 / 3 is less than 1 then.
+    Not of one that seems to be another for each `x`, which takes no memory.
+    """
+    return x / jnp.where(x >= 0, y, jax.lax.optimization_barrier(y))
+
+
 def whole_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x / y` without its fraction."""
-    # Of a divisor that is spread, or a number, XLA takes the reciprocal: 3 / 3 is less than 1 then.
-    spread = jnp.broadcast_to(y, jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y)))
-    return jnp.trunc(x / jax.lax.optimization_barrier(spread))
+    return jnp.trunc(exact_quotient(x, y))
 
 
 remains = with_tangents(

@@ -2,5 +2,6 @@
 
 - Rewritten: `in_place` writes, `no_grad` regions, `slices`, another `default_dtype`, `mixtures` of
   experts as one op each.
-- Read: which whole numbers fit JAX's (`ranges`, by `range_rules`), and where `float64` is needed.
+- Read: which whole numbers fit JAX's (`ranges`, by `range_rules`), where `float64` is needed, and
+  which quotients are made whole numbers of (`steps`).
 """
