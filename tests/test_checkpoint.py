@@ -132,6 +132,30 @@ def test_what_is_said_beside_the_arrays_is_as_it_was_written(states, tmp_path, c
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
 
 
+WRONG = [
+    {"step": "x"}, {"step": 2**31}, {"step": -1}, {"step": True}, {"rng": ["no kind", [1, 2]]},
+    {"rng": ["threefry2x32", [1]]}, {"rng": ["threefry2x32", [1.5, 2.0]]},
+    {"rng": ["threefry2x32", [-1, 2]]}, {"rng": ["threefry2x32", [1, 2**32]]}, {"rng": 7},
+]  # fmt: skip
+
+
+def test_what_is_edited_by_hand_is_looked_at(states, tmp_path):
+    """Its checksum is taken out then."""
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    file = tmp_path / "0" / "meta" / "metadata"
+    meta = {key: value for key, value in json.loads(file.read_text()).items() if key != "sum"}
+    for change in WRONG:
+        file.write_text(json.dumps({**meta, **change}))
+        ((name, value),) = change.items()
+        with pytest.raises(fz.CheckpointError, match=rf"has {name} {re.escape(repr(value))}: exp"):
+            fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+    file.write_text(json.dumps({key: value for key, value in meta.items() if key != "plan"}))
+    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .* damaged: .* has no plan"):
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+    file.write_text(json.dumps({**meta, "step": 9}))
+    assert int(fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"]).step) == 9
+
+
 def test_leaves_without_elements_go_along(tmp_path):
     """They are not written; those behind them keep their places."""
     values = {"a": np.zeros((0, 4), np.float32), "b": np.arange(8.0, dtype=np.float32)}

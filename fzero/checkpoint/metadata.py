@@ -142,7 +142,31 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
             f" was changed after it was written (changed by hand: take {_SUM!r} out of it as well)"
             f"{instead(folder, number)}"
         )
+    if wrong := _wrong_in(meta):
+        raise CheckpointError(
+            f"restore: checkpoint {number} in {folder} is damaged: its file meta/metadata {wrong}"
+            f"{instead(folder, number)}"
+        )
     return meta
+
+
+def _wrong_in(meta: Mapping[str, Any]) -> str:
+    """What metadata says that no checkpoint has, in words; it may have been edited by hand."""
+    if missing := sorted({"step", "plan", "data_position", "leaves", "rng"} - meta.keys()):
+        return f"has no {', '.join(missing)}"
+    step, rng = meta["step"], meta["rng"]
+    if type(step) is not int or not 0 <= step < 2**31:
+        return f"has step {step!r:.60}: expected a whole number from 0 to 2**31 - 1"
+    try:
+        impl, data = rng
+        wanted = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+        bits = np.asarray(data)
+        fine = bits.shape == wanted.shape and bits.dtype == np.int64
+    except (TypeError, ValueError, OverflowError):
+        fine = False
+    if not fine or bits.min() < 0 or bits.max() >= 2**32:
+        return f"has rng {rng!r:.60}: expected a kind of key that this jax has, and its bits"
+    return ""
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
