@@ -93,11 +93,12 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
     if limits.positions is not None:
         number = max(range(len(rows)), key=lambda n: len(rows[n]))
         length = len(rows[number])
-        if length + new > limits.positions:
+        room = limits.positions - length
+        if new > room:
+            less = f", or give max_new_tokens={room} or less" if room > 0 else ""
             raise BatchError(
                 f"generate: prompt {number} has {length} tokens, and {new} are to follow, but the"
-                f" model has {limits.positions} positions; shorten the prompt, or give"
-                f" max_new_tokens={max(limits.positions - length, 0)} or less"
+                f" model has {limits.positions} positions; shorten the prompt{less}"
             )
     if limits.switch is not None:
         _require_one_side([len(row) for row in rows], new, limits.switch)
