@@ -255,7 +255,7 @@ def test_each_dtype_has_a_decoder_of_its_own(converted: tb.Converted) -> None:
         ([[3, -1]], r"prompt 0 has token -1 at position 1"),
         ([[3], []], r"prompt 1 is empty"),
         ([], r"there are no prompts"),
-        ([[3], [1] * 25], r"prompt 1 has 25 tokens, and 8 are to follow, .* 32 .*; .* max_new_tokens=7"),
+        ([[3], [1] * 25], r"prompt 1 has 25 tokens, and 8 .* 32 positions; .*max_new_tokens=7"),
         ([[1] * 32], r"32 positions; shorten the prompt$"),
         ([[0.5]], r"prompt 0: expected a row of token numbers, got float64"),
         (["a text"], r"prompts are text"),
