@@ -40,7 +40,7 @@ def received(leaf: Any) -> Any:
         if leaf.__dlpack_device__()[0] in _ON_HOST:
             try:
                 return np.from_dlpack(leaf)
-            except RuntimeError:  # numpy's own dtypes are without jax's small floats
+            except (RuntimeError, BufferError):  # numpy has no small floats of its own
                 return np.asarray(jax.dlpack.from_dlpack(leaf))
         with jax.enable_x64(True):  # as it is: who narrows it looks whether values fit
             here = jax.dlpack.from_dlpack(leaf, copy=True)
