@@ -212,13 +212,13 @@ class Converted(Printed):
         stacked = {one.name: one.name for one in self.names.stacked if one.is_param}
         kept = {one.name: one.name for one in self.names.stacked if not one.is_param}
         alone = {p: name for p, name in mode.params.items() if name not in inside} | stacked
-        apart = {p: name for p, name in mode.buffers.items() if name not in inside} | kept
+        single = {p: name for p, name in mode.buffers.items() if name not in inside} | kept
         values: dict[str, Any] = {**inputs, **mode.constants}
         values |= rolled.known_sizes(mode.sizes(inputs))
         read_as = frozen_dtypes(self.names.of_entries(mode.param_dtypes), self.frozen)
         values |= bind_state(alone, params, self._params, "params", self.frozen, read_as)
         casts = self.names.of_entries(mode.buffer_dtypes)
-        values |= bind_state(apart, buffers, self._buffers, "buffers", frozenset(), casts)
+        values |= bind_state(single, buffers, self._buffers, "buffers", frozenset(), casts)
         return rolled.run(values, values, rng)
 
     def _bind_leaves(self, mode: Mode, params: Arrays, buffers: Arrays) -> dict[str, Any]:

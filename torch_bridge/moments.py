@@ -15,7 +15,7 @@ from fzero.errors import CheckpointError, StateConsumedError
 from fzero.optimizer.small_moments import SmallMomentsState
 from fzero.sharding.lazy_array import Index, LazyArray, Stacked
 from fzero.sharding.relayout import TO_ONE_RANK, copy_leaf, over_ranks
-from fzero.state.by_identity import GIVEN
+from fzero.state.array_facts import GIVEN
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted

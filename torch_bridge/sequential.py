@@ -221,18 +221,18 @@ def _children(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.M
             )
     if not children:
         raise ConversionError("sequential: expected at least one module, got none")
-    labels = list(names) if names is not None else own or [str(i) for i in range(len(children))]
-    if len(labels) != len(children):
+    keys = list(names) if names is not None else own or [str(i) for i in range(len(children))]
+    if len(keys) != len(children):
         raise ConversionError(
-            f"sequential: {len(labels)} names for {len(children)} modules; expected one for each"
+            f"sequential: {len(keys)} names for {len(children)} modules; expected one for each"
         )
-    bad = [n for n in labels if not n or n == "loss" or "/" in n or (own is None and "." in n)]
-    if bad or len(set(labels)) < len(labels):
+    bad = [n for n in keys if not n or n == "loss" or "/" in n or (own is None and "." in n)]
+    if bad or len(set(keys)) < len(keys):
         raise ConversionError(
-            f"sequential: layer names {labels}: expected different, non-empty names without '/'"
+            f"sequential: layer names {keys}: expected different, non-empty names without '/'"
             " and '.', none of them 'loss'; pass names=[...]"
         )
-    return dict(zip(labels, children, strict=True))
+    return dict(zip(keys, children, strict=True))
 
 
 def _refuse_own_forward(module: torch.nn.Sequential) -> None:
@@ -252,10 +252,10 @@ def _convert_each(
     # Copies, because a module may write to what it is given.
     args = torch_pytree.tree_map_only(torch.Tensor | np.ndarray | jax.Array, to_torch, example_args)
     found: dict[str, Converted] = {}
-    for label, child in children.items():
-        where = f"module {label!r} ({type(child).__name__})"
+    for layer, child in children.items():
+        where = f"module {layer!r} ({type(child).__name__})"
         try:
-            found[label] = convert(child, *args, roll=False)
+            found[layer] = convert(child, *args, roll=False)
         except ConversionError as error:
             raise ConversionError(f"{where}: {error}") from error
         if len(found) == len(children):
@@ -278,23 +278,23 @@ def _places(
     """
     places: dict[str, Leaf] = {}
     keepers: dict[str, list[str]] = {}
-    for (label, one), leaves in zip(converted.items(), found, strict=True):
+    for (layer, one), leaves in zip(converted.items(), found, strict=True):
         for own in one.layout.leaves:
             leaf = leaves[own.name]
             if leaf.is_param != own.is_param:
                 raise ConversionError(
-                    f"`{own.name}` of module {label!r} is a buffer that shares its memory with a"
+                    f"`{own.name}` of module {layer!r} is a buffer that shares its memory with a"
                     " parameter; make one of them a copy (.clone())"
                 )
             if not (leaf.is_param and leaf.name in keepers):
-                places[f"{label}/{own.name}"] = leaf
-                keepers.setdefault(leaf.name, []).append(label)
-    for (label, one), leaves in zip(converted.items(), found, strict=True):
+                places[f"{layer}/{own.name}"] = leaf
+                keepers.setdefault(leaf.name, []).append(layer)
+    for (layer, one), leaves in zip(converted.items(), found, strict=True):
         for name in sorted(one.written):
-            others = [keeper for keeper in keepers[leaves[name].name] if keeper != label]
+            others = [keeper for keeper in keepers[leaves[name].name] if keeper != layer]
             if others:
                 raise ConversionError(
-                    f"module {label!r} updates the buffer `{name}`, which it shares with"
+                    f"module {layer!r} updates the buffer `{name}`, which it shares with"
                     f" {others}; as layers they would each have their own. Give each module its"
                     " own buffer, or put them into one module"
                 )

@@ -22,7 +22,7 @@ from fzero.checkpoint.metadata import Checkpoint, array_path, checkpoint, instea
 from fzero.checkpoint.write import first_says, wait
 from fzero.compat import outside_of_meshes
 from fzero.errors import CheckpointError, some_of, warn
-from fzero.hosts.doing import doing
+from fzero.hosts.activity import doing
 from fzero.loss_scaling import LossScale, initial_loss_scale
 from fzero.model import Model
 from fzero.plan import Plan

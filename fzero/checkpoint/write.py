@@ -32,7 +32,7 @@ from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key
 from fzero.errors import CheckpointError, warn
-from fzero.hosts.doing import doing
+from fzero.hosts.activity import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
 from fzero.sharding.relayout import ways_of

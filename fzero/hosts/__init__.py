@@ -2,5 +2,5 @@
 
 - `join` (`fz.join`) makes this process one of a `world`; `channel` carries lines between them.
 - `agree` compares what all must have in common; `watch` ends all when one is lost, and says what it
-  was `doing`.
+  was at (`activity`).
 """

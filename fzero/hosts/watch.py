@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from fzero.errors import HostsError
-from fzero.hosts import doing
+from fzero.hosts import activity
 from fzero.hosts.channel import Line, Message, Server, connect
 
 
@@ -261,13 +261,13 @@ class _Judge:
 
 
 def _at() -> Message:
-    return {"at": doing.now()}
+    return {"at": activity.now()}
 
 
 def _sentence(
     process: int, num: int, about: Message, kind: str, limit_s: float = 0, words: str = ""
 ) -> str:
-    where = doing.text(*about.get("at", (None, "starting")))
+    where = activity.text(*about.get("at", (None, "starting")))
     who = (
         f"process {process} of {num} (host {about.get('host', 'unknown')}, pid"
         f" {about.get('pid', 'unknown')})"

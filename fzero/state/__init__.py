@@ -9,6 +9,6 @@
 - `require`, `fingerprint`: what operations ask of a state; what processes must have in common.
   `comparison`: `check_same`, `check_finite`.
 - `row_order`: in which rows a stack's layers are kept. `filling`: zeros that fill leaves up stay
-  where they are. `by_identity`: what is known of an array while it lives, such as to what it was
+  where they are. `array_facts`: what is known of an array while it lives, such as to what it was
   given away.
 """

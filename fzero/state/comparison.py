@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.compat import is_key
 from fzero.errors import DivergenceError, NonFiniteError
+from fzero.hosts.activity import doing
 from fzero.hosts.agree import exchange
-from fzero.hosts.doing import doing
 from fzero.processes import jit_on, mesh_of, named_devices
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState, fields_of

@@ -20,7 +20,7 @@ from fzero.precision import round_to
 from fzero.processes import in_turn
 from fzero.sharding.park import unpark
 from fzero.sharding.relayout import place
-from fzero.state.by_identity import ByIdentity
+from fzero.state.array_facts import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
 from fzero.tree import PyTree, is_traced, same_structure, shape_at
 

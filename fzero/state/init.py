@@ -15,7 +15,7 @@ import optax
 
 from fzero.compat import is_key, outside_of_meshes, switch
 from fzero.errors import StateError, some_of, warn
-from fzero.hosts.doing import doing
+from fzero.hosts.activity import doing
 from fzero.keys import seed_key
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fzero.errors import PlacementError
-from fzero.state.by_identity import GIVEN
+from fzero.state.array_facts import GIVEN
 from fzero.state.compute_copy import inherit
 from fzero.state.require import require_alive, require_arrays, require_state
 from fzero.state.train_state import TrainState

@@ -11,7 +11,7 @@ from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError, some_of
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
-from fzero.state.by_identity import GIVEN
+from fzero.state.array_facts import GIVEN
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device

@@ -15,7 +15,7 @@ import jax
 
 from fzero.axes import PIPE
 from fzero.errors import StateError
-from fzero.state.by_identity import ByIdentity
+from fzero.state.array_facts import ByIdentity
 from fzero.tree import PyTree, key_name, path_name
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fzero.batch import Inputs, check_batch
 from fzero.compat import switch, why_no_empty
 from fzero.errors import PlanError, StateError
-from fzero.hosts.doing import Steps, doing
+from fzero.hosts.activity import Steps, doing
 from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy

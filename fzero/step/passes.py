@@ -23,8 +23,8 @@ from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.plan import Plan
 from fzero.processes import repeated
-from fzero.programs.once import one_trace
 from fzero.programs.partitioner_faults import checked, checked_where_differentiated
+from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.row_sums import warn_of_rows_together

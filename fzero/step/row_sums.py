@@ -33,7 +33,7 @@ from fzero.exchange.rows import AGREED, told_rows
 from fzero.pieces import chain_loss
 from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
-from fzero.programs.once import one_trace
+from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.sharding.split import map_splits

@@ -302,17 +302,17 @@ def _by_layers(
         folder: for messages.
     """
     first: dict[str, LazyTensor] = {}
-    apart: set[str] = set()
+    differing: set[str] = set()
     for found in own:
         for name, tensor in found.get(FP32, {}).items():
             before = first.setdefault(name, tensor)
             if name.startswith(_TIED) and before is not tensor:
-                apart |= set() if torch.equal(before.tensor(), tensor.tensor()) else {name}
+                differing |= set() if torch.equal(before.tensor(), tensor.tensor()) else {name}
     taken: set[str] = set()
     named: list[dict[str, str]] = []
     for found in own:
         new: dict[str, str] = {}
-        for name in sorted(apart & set(found.get(FP32, {}))):
+        for name in sorted(differing & set(found.get(FP32, {}))):
             layers = [n for n in _layers_of(name, found[FP32][name], weights) if n not in taken]
             if not layers:
                 raise CheckpointError(

@@ -12,7 +12,7 @@ import torch
 
 from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError, warn
-from fzero.hosts.doing import doing
+from fzero.hosts.activity import doing
 from fzero.plan import Plan
 from fzero.state.selection import read_from
 from torch_bridge.converted import Converted

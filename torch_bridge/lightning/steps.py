@@ -53,7 +53,7 @@ def as_steps(module: torch.nn.Module, eval_loss: str | None) -> Iterator[None]:
         module: the module; its class is put back.
         eval_loss: the logged value that is the loss of `validation_step`.
     """
-    with as_class(module, _TracedSteps(type(module), eval_loss).members(module)):
+    with as_class(module, _TracedSteps(type(module), eval_loss).attributes(module)):
         yield
 
 
@@ -74,7 +74,7 @@ def as_prediction(module: torch.nn.Module) -> Iterator[None]:
         raise ConversionError(
             f"{kind.__name__} has no predict_step(batch, batch_idx) and no forward: write one"
         )
-    with as_class(module, _Prediction(kind, None).members(module)):
+    with as_class(module, _Prediction(kind, None).attributes(module)):
         yield
 
 
@@ -114,15 +114,15 @@ class _TracedSteps:
         # What the step that runs now has logged; None between steps.
         self.logs: dict[str, Any] | None = None
 
-    def members(self, module: Any) -> dict[str, Any]:
+    def attributes(self, module: Any) -> dict[str, Any]:
         """Attributes of the subclass."""
         found: dict[str, Any] = {name: _refused(name) for name in _METHODS}
         found |= {name: property(_refused(name)) for name in _VALUES}
         found |= {"print": lambda *_, **__: None}
         # A module may have something of its own by such a name.
         found = {
-            name: member
-            for name, member in found.items()
+            name: value
+            for name, value in found.items()
             if name not in vars(module) and own_method(self.kind, name) is None
         }
 

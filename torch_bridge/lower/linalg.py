@@ -239,9 +239,9 @@ def _eig_slopes(primals: Any, tangents: Any) -> Any:
     (x,), (dx,) = primals, tangents
     values, vectors = _eig(x)
     inner = _LA.solve(vectors, dx.astype(vectors.dtype) @ vectors)
-    apart = values[..., None, :] - values[..., :, None]
+    gaps = values[..., None, :] - values[..., :, None]
     same = jnp.eye(x.shape[-1], dtype=bool)
-    turned = vectors @ jnp.where(same, 0, inner / jnp.where(same, 1, apart))
+    turned = vectors @ jnp.where(same, 0, inner / jnp.where(same, 1, gaps))
     along = jnp.sum(jnp.conj(vectors) * turned, axis=-2, keepdims=True)
     return (values, vectors), (
         jnp.diagonal(inner, axis1=-2, axis2=-1),

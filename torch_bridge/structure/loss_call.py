@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching
 from fzero import compat
 from fzero.errors import ConversionError
 from fzero.programs.jaxprs import inner_jaxprs
-from fzero.programs.once import once
+from fzero.programs.trace_memo import once
 from torch_bridge.export.mode import TensorInput
 from torch_bridge.export.stand_ins.capacity import counts, told
 from torch_bridge.loss_module import tensors_told

@@ -58,7 +58,7 @@ def check_packs(loaded: LoadedModel, seq: int) -> None:
             f" use --no-pack, or --seq {size}"
         )
     try:
-        apart = _distance(loaded)
+        distances = _distance(loaded)
     except Exception as error:
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise CommandError(
@@ -68,7 +68,7 @@ def check_packs(loaded: LoadedModel, seq: int) -> None:
         ) from error
     wide = dtype_of(loaded.module) in (torch.float32, torch.float64)
     allowed = _TOLERANCE if wide else _TOLERANCE_16_BITS
-    for which, found in zip(("first", "second"), apart, strict=True):
+    for which, found in zip(("first", "second"), distances, strict=True):
         if not found <= allowed:  # NaN, too
             raise CommandError(
                 f"--model {loaded.spec}: {type(loaded.module).__name__} does not keep documents of"

@@ -59,11 +59,11 @@ def replaced(stand_ins: Iterable[StandIn]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_class(module: torch.nn.Module, members: Mapping[str, Any]) -> Iterator[None]:
+def as_class(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Give a module a subclass of its class for a while."""
     kind = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**names, **members})
+    module.__class__ = type(kind.__name__, (kind,), {**names, **attributes})
     try:
         yield
     finally:
