@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,6 +114,16 @@ class Case:
             given[at].view(-1)[given[at].numel() // 2 :][:1] = value
             yield f"{name} in {at}", given
 
+    def emptied(self) -> Iterator[tuple[str, Case]]:
+        """The case without elements: none in the first dim, and none in the last."""
+        first = next((t for t in self.tensors if t.ndim), None)
+        for dim in () if first is None else (0, -1)[: first.ndim]:
+            cut = [
+                t.narrow(dim, 0, 0) if t.ndim and t.shape[dim] == first.shape[dim] else t
+                for t in self.tensors
+            ]
+            yield f"none in dim {dim}", replace(self, tensors=[t.clone() for t in cut])
+
 
 def _filled(t: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values).repeat(t.numel() // len(values) + 1)[: t.numel()].reshape(t.shape)
@@ -175,6 +185,25 @@ def differences(op: Any) -> list[str]:
             except (RuntimeError, ValueError, IndexError):  # what PyTorch does not take is no point
                 continue
             for what, why in _apart(name, case, given, run(given), want):
+                found.append(f"{name}, sample {number}, {point}, {what}: {why}")
+    return found
+
+
+def differences_of_none(op: Any) -> list[str]:
+    """Where values and gradients of arrays without elements are not PyTorch's, if it has any."""
+    name, found = operators.name_of(op), []
+    for number, case in enumerate(cases(op)):
+        for point, empty in case.emptied():
+            try:
+                want = _theirs(empty, empty.tensors)
+            except (RuntimeError, ValueError, IndexError):
+                continue
+            try:
+                got = _converted(empty)(empty.tensors)
+            except Exception as error:
+                found.append(f"{name}, sample {number}, {point}: {type(error).__name__}: {error}")
+                continue
+            for what, why in _apart(name, empty, empty.tensors, got, want):
                 found.append(f"{name}, sample {number}, {point}, {what}: {why}")
     return found
 
