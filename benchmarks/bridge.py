@@ -87,7 +87,7 @@ def tiny_gpt2(depth: int) -> dict[str, float]:
     module = transformers.GPT2LMHeadModel(config)
     ids = torch.zeros((2, 16), dtype=torch.int64)
     with (
-        _timed(convert_module, "export_program") as export,
+        _timed(convert_module, "export_both") as export,
         _timed(convert_module, "roll_blocks") as rolling,
     ):
         start = time.process_time()
