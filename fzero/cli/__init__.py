@@ -1,6 +1,6 @@
 """The subcommands of `fzero`: `calibrate`, `doctor`, `launch`, `report` and `schedule`.
 
-The command itself is the module `fzero_command`.
+The command itself is the module `fzero_command`; flags of several commands are in `flags`.
 """
 
 from fzero_command import EXIT_USAGE as EXIT_USAGE

@@ -9,25 +9,26 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
+from fzero.cli.flags import json_flag, out_flag
 from fzero.errors import PreflightError
 from fzero.preflight.tables import table_of, text_of
 
 
 OutOption = Annotated[
     Path | None,
-    typer.Option(help="Write the rates there, as JSON: `fzero preflight --rates FILE` takes it."),
+    out_flag(help="Write the rates there, as JSON: `fzero preflight --rates FILE` takes it."),
 ]
 SmallOption = Annotated[
     bool, typer.Option("--small", help="Small sizes, in seconds: a trial, not a calibration.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the rates file, not a table.")]
+RatesOption = Annotated[bool, json_flag(help="Print the rates file, not a table.")]
 
 app = command_app()
 
 
 @app.command()
 def calibrate(
-    out: OutOption = None, small: SmallOption = False, as_json: JsonOption = False
+    out: OutOption = None, small: SmallOption = False, as_json: RatesOption = False
 ) -> None:
     """Measure what matmuls, attention, elementwise work, copies and launches reach on this device.
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from fzero.cli import command_app
+from fzero.cli.flags import JsonOption
 
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
@@ -53,7 +54,6 @@ PathOption = Annotated[
     Path | None,
     typer.Option(help="Directory whose disk is measured.  [default: the temporary one]"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = command_app()
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
+from fzero.cli.flags import out_flag
 
 
 RunArgument = Annotated[
@@ -19,7 +20,7 @@ OtherArgument = Annotated[
     typer.Argument(metavar="[OTHER]", help="Another one, to compare.", show_default=False),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(help="The page.  [default: report.html in RUN]", show_default=False)
+    Path | None, out_flag(help="The page.  [default: report.html in RUN]", show_default=False)
 ]
 TraceOption = Annotated[
     Path | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from fzero.cli import command_app
+from fzero.cli.flags import JsonOption
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
@@ -43,7 +45,8 @@ app = command_app(
 _COST_HELP = "Seconds of each action, like f=1,b=2,send=0.1; keys f, b, i, w, send."
 _COST_KEYS = ("f", "b", "i", "w", "send")
 
-Stages = Annotated[int, typer.Option(help="Stages in all; stages / chunks ranks.")]
+stages_flag = partial(typer.Option, "--stages")
+Stages = Annotated[int, stages_flag(help="Stages in all; stages / chunks ranks.")]
 Microbatches = Annotated[int, typer.Option(help="Microbatches of one step.")]
 CostText = Annotated[str, typer.Option("--cost", help=_COST_HELP)]
 
@@ -131,7 +134,7 @@ def _build_command(builder: Builder) -> Callable[..., None]:
         csv_to: Annotated[
             Path | None, typer.Option("--csv", help="Write the schedule in PyTorch's format.")
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        as_json: JsonOption = False,
         width: Annotated[int, typer.Option(help="Characters for the time axis.")] = 100,
     ) -> None:
         try:
@@ -178,7 +181,7 @@ def check_file(
 @app.command("compare")
 def compare(
     stages: Annotated[
-        int, typer.Option(help="Ranks; a schedule with two chunks makes twice as many stages.")
+        int, stages_flag(help="Ranks; a schedule with two chunks makes twice as many stages.")
     ],
     microbatches: Microbatches,
     cost: CostText = "f=1,b=2",

@@ -13,8 +13,10 @@ import typer
 
 import torch_bridge as tb
 from fzero.cli import command_app
+from fzero.cli.flags import json_flag
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.flags.options import batch_flag, model_flag, seed_flag, seq_flag
 from torch_bridge.cli.flags.settings import HF_PREFIX, path_of
 
 
@@ -35,8 +37,7 @@ def _group() -> None:
 def check(
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
+        model_flag(
             help="hf:DIR or hf:CONFIG.json (random weights from the seed if there are none), or "
             "path/to/file.py:factory, a function that returns a torch.nn.Module.",
         ),
@@ -52,12 +53,10 @@ def check(
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows in the example.")] = 2,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per row.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+    batch: Annotated[int, batch_flag(min=1, help="Rows in the example.")] = 2,
+    seq: Annotated[int, seq_flag(min=1, help="Tokens per row.")] = 16,
+    seed: Annotated[int, seed_flag(help="Of weights and inputs.")] = 0,
+    json_file: Annotated[Path | None, json_flag(help="Write all figures to this file.")] = None,
 ) -> None:
     """Convert a module and compare values, loss, gradients and statistics with PyTorch, in fp32.
 

@@ -6,10 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
-
 from fzero.cli import command_app
-from torch_bridge.cli.flags.options import DataOption, MoreData, Precision
+from torch_bridge.cli.flags.options import (
+    SHARDED_OVER,
+    DataOption,
+    MoreData,
+    Precision,
+    batch_flag,
+    devices_flag,
+    eval_sequences_flag,
+    model_flag,
+    precision_flag,
+    seq_flag,
+    zero_flag,
+)
 from torch_bridge.cli.flags.settings import (
     BATCH,
     HF_PREFIX,
@@ -32,19 +42,19 @@ app = command_app()
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        str,
-        typer.Option("--model", help="A directory that `fzero train` wrote, or what it takes."),
+        str, model_flag(help="A directory that `fzero train` wrote, or what it takes.")
     ],
     data: DataOption = None,
     more_data: MoreData = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per evaluation step.")] = None,
-    eval_sequences: Annotated[
-        int | None, typer.Option(help="Validation sequences to score, spread over all of them.")
+    seq: Annotated[int | None, seq_flag()] = None,
+    batch: Annotated[int | None, batch_flag(help="Sequences per evaluation step.")] = None,
+    eval_sequences: Annotated[int | None, eval_sequences_flag()] = None,
+    zero: Annotated[int | None, zero_flag()] = None,
+    devices: Annotated[
+        int | None,
+        devices_flag(help=f"{SHARDED_OVER}  [default: as in the training run, else all]"),
     ] = None,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
-    devices: Annotated[int | None, typer.Option(help="As for `fzero train`.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="What forward computes in.")] = None,
+    precision: Annotated[Precision | None, precision_flag(help="What forward computes in.")] = None,
 ) -> None:
     """Print the validation loss of a model: of what `fzero train` wrote, the one it printed last.
 

@@ -34,6 +34,8 @@ from torch_bridge.cli.flags.options import (
     StepsOption,
     TrainedModelOption,
     ZeroOption,
+    data_flag,
+    seq_flag,
 )
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
 from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings, path_of
@@ -47,11 +49,9 @@ LR = 2e-4
 
 DocumentsOption = Annotated[
     list[str] | None,
-    of_model_and_data(
-        "--data",
+    data_flag(
         help='JSONL with "messages", "prompt" and "completion", or "text"; or folders that '
         "datasets wrote. Once for each.",
-        show_default=False,
     ),
 ]
 EvalDocumentsOption = Annotated[
@@ -79,7 +79,7 @@ BaseOption = Annotated[
         help="What frozen weights are kept in: fp32, bf16, nf4, nf4-double, int8. [as --precision]"
     ),
 ]
-RowOption = Annotated[int, of_model_and_data(help="Tokens of a row.")]
+RowOption = Annotated[int, seq_flag(help="Tokens of a row.")]
 PackOption = Annotated[
     bool, of_model_and_data("--pack/--no-pack", help="Several documents in a row, each alone.")
 ]

@@ -14,7 +14,14 @@ from fzero.cli import command_app
 from torch_bridge.cli import models
 from torch_bridge.cli.devices import configure
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.options import Precision
+from torch_bridge.cli.flags.options import (
+    DevicesOption,
+    Precision,
+    ZeroOption,
+    model_flag,
+    precision_flag,
+    seed_flag,
+)
 from torch_bridge.cli.flags.settings import HF_PREFIX
 from torch_bridge.documents.chat import asked, end_tokens
 from torch_bridge.generation.prompts import stop_array
@@ -33,9 +40,7 @@ app = command_app()
 def generate(
     model: Annotated[
         str,
-        typer.Option(
-            "--model", help="A directory of transformers, or one that `fzero train` wrote."
-        ),
+        model_flag(help="A directory of transformers, or one that `fzero train` wrote."),
     ],
     prompt: Annotated[list[str], typer.Option("--prompt", help="A text; once for each.")],
     chat: Annotated[
@@ -47,11 +52,11 @@ def generate(
     ] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many tokens only.")] = None,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest of this odds only.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage: 3 divides weights.")] = 0,
-    devices: Annotated[int | None, typer.Option(help="As for `fzero train`.")] = None,
+    seed: Annotated[int, seed_flag(help="Of what is drawn.")] = 0,
+    zero: ZeroOption = 0,
+    devices: DevicesOption = None,
     precision: Annotated[
-        Precision, typer.Option(help="What the model computes in.")
+        Precision, precision_flag(help="What the model computes in.")
     ] = Precision.fp32,
 ) -> None:
     """Print every prompt with what the model writes after it, up to an end token.

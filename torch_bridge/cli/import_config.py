@@ -11,6 +11,7 @@ import typer
 import torch_bridge as tb
 from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.flags.options import devices_flag
 from torch_bridge.configs.keys import read
 
 
@@ -26,7 +27,7 @@ def import_config(
         ),
     ],
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of the run, where the file does not say.")
+        int | None, devices_flag(min=1, help="Devices of the run, where the file does not say.")
     ] = None,
     num_steps: Annotated[
         int | None, typer.Option(min=1, help="Updates of the run, for TrainingArguments.")

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fzero.cli import command_app
+from fzero.cli.flags import JsonOption
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.read import checkpoint
 
@@ -26,7 +27,7 @@ app = command_app()
 @app.command("inspect")
 def inspect(
     path: Annotated[Path, typer.Argument(help="File or directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show format, version, tensors, dtypes, shapes, ties and optimizer state of a checkpoint.
 

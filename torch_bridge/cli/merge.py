@@ -11,6 +11,7 @@ import torch_bridge as tb
 from fzero.cli import command_app
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.flags.options import OutOption, OverwriteOption, model_flag
 from torch_bridge.cli.flags.settings import HF_PREFIX
 from torch_bridge.cli.run import outputs
 from torch_bridge.formats.peft import is_adapter
@@ -25,19 +26,15 @@ app = command_app()
 
 @app.command()
 def merge(
-    model: Annotated[
-        str, typer.Option("--model", help="A directory of transformers: the adapter's base.")
-    ],
+    model: Annotated[str, model_flag(help="A directory of transformers: the adapter's base.")],
     adapter: Annotated[
         Path, typer.Option(help="A directory with an adapter, of PEFT or `fzero finetune`.")
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")],
+    out: OutOption,
     undo: Annotated[
         bool, typer.Option("--undo", help="--model has the adapter in it: write the one without.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = (
-        False
-    ),
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Write a model with an adapter in its weights: transformers loads it, and needs no PEFT.
 

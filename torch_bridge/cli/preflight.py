@@ -16,6 +16,7 @@ import typer
 import fzero as fz
 import torch_bridge as tb
 from fzero.cli import command_app
+from fzero.cli.flags import json_flag
 from fzero.preflight.measure import Measured, compared, measure
 from fzero.preflight.page import page
 from fzero.preflight.sweep import Tried, parse_choices, sweep
@@ -25,9 +26,9 @@ from torch_bridge.cli import models
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.headings import (
     MORE_PLANS,
+    RESULTS,
     CommandWithHeadings,
     of_devices,
-    of_model_and_data,
     of_more_plans,
     of_plan,
     of_results,
@@ -42,6 +43,7 @@ from torch_bridge.cli.flags.options import (
     PrecisionOption,
     SeqOption,
     ZeroOption,
+    model_flag,
 )
 from torch_bridge.cli.flags.preflight_settings import PreflightSettings
 from torch_bridge.cli.flags.settings import BATCH
@@ -49,8 +51,7 @@ from torch_bridge.cli.flags.settings import BATCH
 
 ModelOption = Annotated[
     str,
-    of_model_and_data(
-        "--model",
+    model_flag(
         help="hf:DIR or hf:CONFIG.json (weights are never read), or path/to/file.py:factory, a "
         "function that returns a torch.nn.Module, or a pair of an fzero Model and a function of "
         "(rows, seq) that gives the shapes of a batch.",
@@ -90,7 +91,7 @@ SecondaryOption = Annotated[
     str | None,
     of_plan(help="Neighbours that keep layers for the backward pass (ZeRO-3): host, or a number."),
 ]
-JsonOption = Annotated[bool, of_results("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, json_flag(rich_help_panel=RESULTS)]
 HtmlOption = Annotated[
     Path | None, of_results(help="Write a report there: one page that needs nothing else.")
 ]

@@ -33,6 +33,7 @@ from torch_bridge.cli.flags.options import (
     StepsOption,
     TrainedModelOption,
     ZeroOption,
+    eval_sequences_flag,
 )
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
 from torch_bridge.cli.flags.settings import (
@@ -53,9 +54,7 @@ VerifyOption = Annotated[
         "--verify", help="At the end, load the result in plain PyTorch and compare; fails if off."
     ),
 ]
-EvalSequencesOption = Annotated[
-    int, of_validation(help="Validation sequences to score, spread over all of them.")
-]
+EvalSequencesOption = Annotated[int, eval_sequences_flag()]
 
 app = command_app()
 

@@ -12,9 +12,10 @@ from typer.core import TyperCommand
 
 MODEL_AND_DATA = "Model and data"
 MORE_PLANS = "More plans"
+RESULTS = "Results"
 # The headings, in order of the help, and how an option under each is declared.
 HEADINGS = (
-    MODEL_AND_DATA, "Adapters", "Training", "Plan", "Devices", "Validation", MORE_PLANS, "Results",
+    MODEL_AND_DATA, "Adapters", "Training", "Plan", "Devices", "Validation", MORE_PLANS, RESULTS,
 )  # fmt: skip
 of_model_and_data = partial(typer.Option, rich_help_panel=MODEL_AND_DATA)
 of_adapters = partial(typer.Option, rich_help_panel="Adapters")
@@ -23,7 +24,7 @@ of_plan = partial(typer.Option, rich_help_panel="Plan")
 of_devices = partial(typer.Option, rich_help_panel="Devices")
 of_validation = partial(typer.Option, rich_help_panel="Validation")
 of_more_plans = partial(typer.Option, rich_help_panel=MORE_PLANS)
-of_results = partial(typer.Option, rich_help_panel="Results")
+of_results = partial(typer.Option, rich_help_panel=RESULTS)
 
 
 class CommandWithHeadings(TyperCommand):

@@ -1,8 +1,12 @@
-"""Options of more than one command, each declared once."""
+"""Options of more than one command, each declared once.
+
+A `..._flag` is one whose help, type or limits depend on the command; a command gives them.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -34,22 +38,40 @@ class Gather(StrEnum):
     lazy = "lazy"
 
 
+model_flag = partial(of_model_and_data, "--model", show_default=False)
+data_flag = partial(of_model_and_data, "--data", show_default=False)
+seq_flag = partial(of_model_and_data, "--seq", help="Tokens per sequence.")
+batch_flag = partial(of_model_and_data, "--batch")
+zero_flag = partial(
+    of_plan,
+    "--zero",
+    min=0,
+    max=3,
+    help="ZeRO stage: from 1 optimizer state is divided, from 2 gradients, at 3 weights.",
+)
+precision_flag = partial(of_plan, "--precision", help="What forward and backward compute in.")
+seed_flag = partial(of_training, "--seed")
+eval_sequences_flag = partial(
+    of_validation,
+    "--eval-sequences",
+    help="Validation sequences to score, spread over all of them.",
+)
+devices_flag = partial(of_plan, "--devices")
+# Of `devices_flag`, with the default behind it.
+SHARDED_OVER = "Devices the state is sharded over; on a CPU, virtual ones."
+
 TrainedModelOption = Annotated[
     str | None,
-    of_model_and_data(
-        "--model",
+    model_flag(
         help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
         "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
-        show_default=False,
     ),
 ]
 DataOption = Annotated[
     list[str] | None,
-    of_model_and_data(
-        "--data",
+    data_flag(
         help="Text files, any number of them, or stdlib: the source of this Python's own "
         "standard library.  [default: stdlib]",
-        show_default=False,
     ),
 ]
 MoreData = Annotated[
@@ -61,11 +83,8 @@ MoreData = Annotated[
         show_default=False,
     ),
 ]
-DevicesOption = Annotated[
-    int | None,
-    of_plan(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
-]
-ZeroOption = Annotated[int, of_plan(min=0, max=3, help="ZeRO stage.")]
+DevicesOption = Annotated[int | None, devices_flag(help=f"{SHARDED_OVER}  [default: all]")]
+ZeroOption = Annotated[int, zero_flag()]
 GatherOption = Annotated[
     Gather,
     of_plan(
@@ -76,9 +95,9 @@ GatherOption = Annotated[
 OutOption = Annotated[Path, of_results(help="Directory to write; must be empty or not exist.")]
 StepsOption = Annotated[int, of_training(help="Optimizer steps.")]
 BatchOption = Annotated[
-    int, of_model_and_data(help="Sequences per step, over all devices and microbatches.")
+    int, batch_flag(help="Sequences per step, over all devices and microbatches.")
 ]
-SeqOption = Annotated[int, of_model_and_data(help="Tokens per sequence.")]
+SeqOption = Annotated[int, seq_flag()]
 LrOption = Annotated[
     float,
     of_training(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
@@ -86,7 +105,7 @@ LrOption = Annotated[
 MicrobatchesOption = Annotated[
     int, of_plan(help="Into how many a batch is cut on each device, to save memory.")
 ]
-PrecisionOption = Annotated[Precision, of_plan(help="What forward and backward compute in.")]
+PrecisionOption = Annotated[Precision, precision_flag()]
 ClipOption = Annotated[
     float | None, of_plan(help="Clips the global gradient norm to at most this.")
 ]
@@ -96,9 +115,7 @@ EvalEveryOption = Annotated[
 ]
 SeedOption = Annotated[
     int,
-    of_training(
-        min=0, max=2**63 - 1, help="Of random weights, the order of the data, and dropout."
-    ),
+    seed_flag(min=0, max=2**63 - 1, help="Of random weights, the order of the data, and dropout."),
 ]
 OverwriteOption = Annotated[bool, of_results("--overwrite", help="Replace what --out holds.")]
 SaveEveryOption = Annotated[
