@@ -122,7 +122,7 @@ class Model(Printed):
         raise PlanError(
             "predict_step: expected a model that says what its outputs are: fz.Model(...,"
             " predict=lambda params, buffers, batch, rng: outputs), or an fz.Sequential whose loss"
-            " is given apart (loss=...) or whose outputs are (predict=...)"
+            " is given by itself (loss=...) or whose outputs are (predict=...)"
         )
 
     @property
@@ -200,7 +200,7 @@ class Sequential(Model):
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:
-        """The chain; a loss function given apart is its last link."""
+        """The chain; a loss function given by itself is its last link."""
         return self._chain
 
     @property

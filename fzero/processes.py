@@ -112,8 +112,8 @@ def in_turn(devices: Iterable[Any], program: Any) -> Any:
         program: a `jax.jit`.
     """
     owners = [device.process_index for device in devices if device.platform == "cpu"]
-    apart = len(set(owners)) > 1 and owners.count(jax.process_index()) == 1
-    return _InTurn(program) if apart else program
+    one_each = len(set(owners)) > 1 and owners.count(jax.process_index()) == 1
+    return _InTurn(program) if one_each else program
 
 
 class _InTurn:

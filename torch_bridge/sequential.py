@@ -205,7 +205,7 @@ def _children(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.M
     own: list[str] | None = None
     if isinstance(modules, torch.nn.Sequential):
         _refuse_own_forward(modules)
-        own = list(modules._modules)  # named_children() leaves out a module's second place
+        own = list(modules._modules)  # named_children() leaves out a module that comes again
     elif isinstance(modules, torch.nn.Module) and not isinstance(modules, torch.nn.ModuleList):
         raise ConversionError(
             f"sequential: expected a torch.nn.Sequential or a list of modules, got a"
@@ -299,7 +299,7 @@ def _places(
                     " own buffer, or put them into one module"
                 )
     order = {leaf.name: index for index, leaf in enumerate(layout.leaves)}
-    return dict(sorted(places.items(), key=lambda place: order[place[1].name]))
+    return dict(sorted(places.items(), key=lambda item: order[item[1].name]))
 
 
 def _check_root(layout: Layout, places: Mapping[str, Leaf]) -> None:

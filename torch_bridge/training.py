@@ -430,7 +430,7 @@ def _fits(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _rows(name: str, value: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A leaf by the names of the module's own tensors: the layers of a stacked one apart."""
+    """A leaf by the names of the module's own tensors: the layers of a stacked one each alone."""
     found = None if name in tensors else _BLOCKS.search(name)
     if found is None:
         return {name: value}

@@ -45,7 +45,7 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
         model: the model.
         plan: the plan.
         batch: shapes of the global batch.
-        times: how many equal parts of the batch see the model, one after the other or apart.
+        times: how many equal parts of the batch see the model, one after the other or side by side.
     """
     params, buffers = initial_shapes(model)
     alone = plan.replace(pipe=1, schedule=None, partition="uniform")

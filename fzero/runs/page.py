@@ -148,8 +148,8 @@ def _devices(run: Run) -> str | None:
     if found is None:
         return None
     processes = run.about.get("processes", 1)
-    apart = f" in {processes} processes" if processes > 1 else ""
-    return f"{found['count']} x {found['kind']} ({found['platform']}){apart}"
+    several = f" in {processes} processes" if processes > 1 else ""
+    return f"{found['count']} x {found['kind']} ({found['platform']}){several}"
 
 
 def _versions(run: Run) -> str | None:

@@ -47,7 +47,7 @@ class Rules:
         reduce: whether gradients are reduced now (or stay local sums).
         prefetch: whether a stack gathers one layer ahead and reduces one behind.
         halves: whether a backward pass is compiled as the two halves that some pipeline schedules
-            run apart, so that all schedules give the same bits.
+            run at different times, so that all schedules give the same bits.
         exact: whether gathers send all bits, whatever the plan says: in evaluation.
         room: bytes that what a forward pass leaves may take, where the plan leaves that open
             (`fzero.zero.keeping`); `None` where they are not known.

@@ -1,4 +1,4 @@
-"""The backward pass of a stack in the two halves that some pipeline schedules run apart."""
+"""The backward pass of a stack in two halves, which pipelines may run at different times."""
 
 from __future__ import annotations
 

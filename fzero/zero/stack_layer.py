@@ -281,7 +281,7 @@ def put_row(done: PyTree, one: PyTree, k: Any) -> PyTree:
 
 
 def join_rows(looped: PyTree, last: PyTree) -> PyTree:
-    """All layers' arrays from those of the looped layers and the last one's, where it is apart."""
+    """All layers' arrays: of the looped layers, and of the last one where it is not looped."""
     if last is None:
         return looped
     if looped is None:

@@ -245,9 +245,9 @@ def _metrics(logs: Mapping[str, Any], loss: torch.Tensor) -> dict[str, Any]:
     for name, value in logs.items():
         if name == "loss" and value is loss:
             continue  # steps report it themselves
-        label = f"logged_{name}" if name in _RESERVED else name
+        key = f"logged_{name}" if name in _RESERVED else name
         tensor = isinstance(value, torch.Tensor)
-        found[label] = value.detach().reshape(()) if tensor else float(value)
+        found[key] = value.detach().reshape(()) if tensor else float(value)
     return found
 
 

@@ -186,10 +186,10 @@ def _find_loops(
     """
     found: dict[BlockStack, _Loops] = {}
     unrolled: list[Unrolled] = []
-    for path, members in _containers(traces).items():
+    for path, classes in _containers(traces).items():
         if any(_inside(path, stack) for stack in found):
             continue
-        children = {mode: Children(one, layout, path, members) for mode, one in traces.items()}
+        children = {mode: Children(one, layout, path, classes) for mode, one in traces.items()}
         stacks, rest = _stacks(list(children.values()), min_layers)
         for stack in stacks:
             found[stack] = {mode: one.loop(stack) for mode, one in children.items()}
@@ -225,9 +225,9 @@ def _containers(traces: Mapping[bool, Trace]) -> dict[str, dict[int, str]]:
         return join(parent, number) in composite or not kind.startswith(_TORCH)
 
     kept = {
-        parent: dict(sorted(members.items()))
-        for parent, members in found.items()
-        if sum(is_block(parent, n, kind) for n, kind in members.items()) > 1
+        parent: dict(sorted(classes.items()))
+        for parent, classes in found.items()
+        if sum(is_block(parent, n, kind) for n, kind in classes.items()) > 1
     }
     return dict(sorted(kept.items(), key=lambda item: item[0].count(".") + bool(item[0])))
 
@@ -241,8 +241,8 @@ def _stacks(
         children: the same ones in each mode's graph.
         min_layers: the fewest layers that are rolled.
     """
-    path, members = children[0].path, children[0].members
-    numbers = list(members)
+    path, classes = children[0].path, children[0].classes
+    numbers = list(classes)
     stacks: list[BlockStack] = []
     rest: list[Unrolled] = []
     start = 0
@@ -257,7 +257,7 @@ def _stacks(
             stacks.append(best)
             start += best.num * best.period
             continue
-        if list(members.values()).count(members[numbers[start]]) > 1:
+        if list(classes.values()).count(classes[numbers[start]]) > 1:
             reason = _reason(children, numbers, start)
             rest.append(Unrolled(join(path, numbers[start]), reason))
         start += 1

@@ -37,13 +37,13 @@ class Children:
         trace: the graph.
         layout: the leaves of the whole module.
         path: the module that holds the children.
-        members: the class of each child, by number.
+        classes: the class of each child, by number.
     """
 
-    def __init__(self, trace: Trace, layout: Layout, path: str, members: Mapping[int, str]) -> None:
+    def __init__(self, trace: Trace, layout: Layout, path: str, classes: Mapping[int, str]) -> None:
         self.trace, self.layout = trace, layout
-        self.path, self.members = path, members
-        self.owner = _owners(trace, path, members)
+        self.path, self.classes = path, classes
+        self.owner = _owners(trace, path, classes)
         self.positions: dict[int, list[int]] = {}  # of each child's ops
         for position, op in enumerate(trace.ops):
             if op.name in self.owner:
@@ -73,14 +73,14 @@ class Children:
         return num, reason
 
     def _check_layer(self, layers: list[tuple[int, ...]], k: int) -> None:
-        """Whether layer k is equal to the first, apart from where its values come from."""
+        """Whether layer k is equal to the first, but for where its values come from."""
         numbers = layers[k]
         name = join(self.path, numbers[0])
         begin = layers[0][0] + k * len(numbers)
         if numbers != tuple(range(begin, begin + len(numbers))):
             raise _NotEqual(f"block {numbers[0]} does not follow the one before it")
-        if k and [self.members[n] for n in numbers] != [self.members[n] for n in layers[0]]:
-            raise _NotEqual(f"{name} is a {self.members[numbers[0]].rpartition('.')[2]}")
+        if k and [self.classes[n] for n in numbers] != [self.classes[n] for n in layers[0]]:
+            raise _NotEqual(f"{name} is a {self.classes[numbers[0]].rpartition('.')[2]}")
         owned, problem = self.owned(numbers)
         if problem:
             raise _NotEqual(problem)
@@ -234,12 +234,12 @@ class Children:
         return found, ""
 
 
-def _owners(trace: Trace, path: str, members: Mapping[int, str]) -> dict[str, int]:
+def _owners(trace: Trace, path: str, classes: Mapping[int, str]) -> dict[str, int]:
     """The block of each value that belongs to one.
 
     What the containing module computes between two blocks belongs to the earlier one.
     """
-    block_of = {join(path, number): number for number in members}
+    block_of = {join(path, number): number for number in classes}
     owner: dict[str, int] = {}
     after: dict[str, int] = {}  # of other values: the last block that they depend on
     for op in trace.ops:

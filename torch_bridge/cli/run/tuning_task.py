@@ -134,14 +134,14 @@ class Tuning:
             train = train.without(other)
         rows_of = partial(Rows.of, length=own.seq, packed=own.pack, too_long=own.too_long)
         found = RowCorpus(rows_of(train), rows_of(other), (len(train), len(other)))
-        apart = bool(own.eval_sources)
-        least = "a document" if apart else "at least two documents"
+        given_too = bool(own.eval_sources)
+        least = "a document" if given_too else "at least two documents"
         for rows, what, flag, given in (
             (found.train, "train on", "--data", train),
-            (found.validation, "validate with", "--eval-data" if apart else "--data", other),
+            (found.validation, "validate with", "--eval-data" if given_too else "--data", other),
         ):
             if not rows.num_learned:
-                count = len(given) if apart else len(train) + len(other)
+                count = len(given) if given_too else len(train) + len(other)
                 raise CommandError(
                     f"{flag}: nothing to {what}: expected {least} with tokens to learn, got {count}"
                 )
