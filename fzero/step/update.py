@@ -282,7 +282,7 @@ class Update:
         given = sums, opt_state, ema, params, count, norm, loss, taken
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
-        shards, opt_state, ema = apart(run, loss) if self.all_apart else run()
+        shards, opt_state, ema = apart(run, loss, self.all_apart)
         # Before they are gathered: of whole ones the old would have to be there beside the new.
         shards = chosen(taken, shards, old)
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
@@ -312,7 +312,7 @@ class Update:
         def moved(ema: PyTree, params: PyTree) -> PyTree:
             run = partial(averages.moved, ema, params, self.plan.ema)
             # Compiled by itself: fused with the update, it would round otherwise than elsewhere.
-            return apart(run, loss) if self.blueprint.group.bits else run()
+            return apart(run, loss, self.blueprint.group.bits)
 
         # Leaf by leaf where they may be in several programs.
         return jax.tree.map(moved, ema, params) if self.apart else moved(ema, params)
@@ -321,7 +321,7 @@ class Update:
         def cast(split: Split, leaf: jax.Array) -> jax.Array:
             run = partial(rounded, leaf, split.compute)
             # The update is compiled by itself, or it would round otherwise where a copy is kept.
-            return apart(run, loss) if self.apart else run()
+            return apart(run, loss, self.apart)
 
         return map_splits(cast, self.splits, tree)
 
@@ -407,8 +407,6 @@ def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> j
         grad = wide(total) / count
         return jnp.sum(jnp.square(grad), axis=tuple(range(first, grad.ndim)))
 
-    if not alike:
-        return of(total, int(split.stacked)).reshape(-1)
-    if split.stacked:
+    if alike and split.stacked:
         return jax.lax.map(lambda row: apart(lambda: of(row), count), total)
-    return apart(lambda: of(total), count).reshape(-1)
+    return apart(lambda: of(total, int(split.stacked)), count, alike).reshape(-1)

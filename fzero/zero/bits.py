@@ -42,7 +42,7 @@ def fence(value: PyTree) -> PyTree:
     return fenced
 
 
-def apart(function: Callable[[], PyTree], unknown: jax.Array) -> PyTree:
+def apart(function: Callable[[], PyTree], unknown: jax.Array, needed: bool = True) -> PyTree:
     """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
 
     It fuses nothing into a branch. This one is always taken, which it cannot know.
@@ -50,7 +50,10 @@ def apart(function: Callable[[], PyTree], unknown: jax.Array) -> PyTree:
     Args:
         function: what to run; it may give random keys, too.
         unknown: a scalar of 32 or 64 bits that no compiler can foresee.
+        needed: whether anything could make it round otherwise; if not, it simply runs.
     """
+    if not needed:
+        return function()
     shapes = jax.eval_shape(lambda: _without_keys(function()))
     kinds: list[Any] = []
 
