@@ -56,7 +56,7 @@ def attention(
     # have widened what they turn. In torch the module had cast it back.
     dtype = min((np.dtype(x.dtype) for x in (query, key_, value)), key=lambda d: d.itemsize)
     q, k, v = (cast(x, dtype) for x in (query, key_, value))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     shape = (*q.shape[:-1], k.shape[-2])
     reads = mask_sizes if mask_padding is None else (*mask_sizes, mask_padding)
     mask = _read_mask(attn_mask, reads, is_causal, shape)

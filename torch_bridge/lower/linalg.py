@@ -432,6 +432,8 @@ def nuclear_norm(x: jax.Array, dim: Any = (-2, -1), keepdim: bool = False) -> ja
 def cond(x: jax.Array, p: Any = None) -> jax.Array:
     if p is None or p in (2, -2):
         values = svdvals(x)
+        if not values.shape[-1]:
+            return jnp.zeros(x.shape[:-2], values.dtype)
         largest, least = values[..., 0], values[..., -1]
         return least / largest if p == -2 else largest / least
     return matrix_norm(x, p) * matrix_norm(inv(x), p)

@@ -160,9 +160,9 @@ def cross_entropy_loss(
     if weight is not None:
         scale = jnp.reshape(cast(weight, x.dtype), (-1, *(1,) * (x.ndim - axis - 1)))
     if is_float(target):
-        shares = cast(target, x.dtype) * (1 - label_smoothing) + label_smoothing / classes
+        shares = cast(target, x.dtype) * (1 - label_smoothing) + label_smoothing / max(classes, 1)
         losses = -jnp.sum(logs * shares * scale, axis=axis)
-        number: Any = max(x.size // classes, 1) if classes else 1
+        number: Any = jnp.asarray(x.size // max(classes, 1), x.dtype)  # of none a mean is NaN
         return jnp.sum(losses) / number if reduction == _MEAN else _reduce(losses, reduction)
     found, total = nll_loss_forward(logs, target, weight, reduction, ignore_index)
     if not label_smoothing:

@@ -146,7 +146,8 @@ def max_unpool(x: jax.Array, index: jax.Array, output_size: Sequence[int], *_: A
     dims = len(output_size)
     lead = x.shape[: x.ndim - dims]
     rows = math.prod(lead)
-    values, index = jnp.reshape(x, (rows, -1)), jnp.reshape(index, (rows, -1))
+    size = math.prod(x.shape[x.ndim - dims :])
+    values, index = (jnp.reshape(given, (rows, size)) for given in (x, index))
     where = (jnp.arange(rows)[:, None], index)
     out = jnp.zeros((rows, math.prod(output_size)), x.dtype)
     kept = out.at[where].set(jax.lax.stop_gradient(values))
@@ -319,6 +320,7 @@ def max_pool2d_backward(
     """The gradient of max pooling that a forward works out itself: each where its maximum is."""
     lead = x.shape[:-2]
     rows, plane = math.prod(lead), math.prod(x.shape[-2:])
-    where = (jnp.arange(rows)[:, None], jnp.reshape(index, (rows, -1)))
-    summed = jnp.zeros((rows, plane), slope.dtype).at[where].add(jnp.reshape(slope, (rows, -1)))
+    size = math.prod(slope.shape[-2:])
+    slope, index = (jnp.reshape(given, (rows, size)) for given in (slope, index))
+    summed = jnp.zeros((rows, plane), slope.dtype).at[jnp.arange(rows)[:, None], index].add(slope)
     return jnp.reshape(summed, x.shape)

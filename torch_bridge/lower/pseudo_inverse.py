@@ -15,6 +15,8 @@ from torch_bridge.lower.registry import register_operator
 
 @register_operator("aten.linalg_pinv.default", "aten.pinverse.default")
 def pinv(x: jax.Array, rcond: float = 1e-15, hermitian: bool = False) -> jax.Array:
+    if not x.size:
+        return jnp.zeros_like(x.mT)
     if hermitian:
         return _pinv_hermitian(x, jnp.zeros(()), jnp.asarray(rcond))
     return jnp.linalg.pinv(x, rtol=rcond)
@@ -24,6 +26,8 @@ def pinv(x: jax.Array, rcond: float = 1e-15, hermitian: bool = False) -> jax.Arr
 def pinv_bounded(
     x: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
 ) -> jax.Array:
+    if not x.size:
+        return jnp.zeros_like(x.mT)
     if rtol is None:
         rtol = 0.0 if atol is not None else max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
     if hermitian:

@@ -118,7 +118,9 @@ def split_with_sizes(x: jax.Array, sizes: Sequence[int], dim: int = 0) -> list[j
 
 @register_operator("aten.chunk.default")
 def chunk(x: jax.Array, chunks: int, dim: int = 0) -> list[jax.Array]:
-    return split(x, max(1, -(-x.shape[dim] // chunks)), dim)
+    if not x.shape[dim]:
+        return _sections(x, [0] * chunks, dim)
+    return split(x, -(-x.shape[dim] // chunks), dim)
 
 
 @register_operator("aten.unbind.int")
