@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import fzero as fz
-from fzero.hosts import channel, doing, join, watch
+from fzero.hosts import activity, channel, join, watch
 from fzero.hosts.channel import Line, Server, connect
 
 
@@ -146,22 +146,22 @@ def test_strangers_are_not_listened_to(hello):
 
 def test_what_a_process_is_at(monkeypatch):
     """Within another action until that goes on; what failed stays named."""
-    monkeypatch.setattr(doing, "_NOW", doing._Now())
-    with doing.doing("train_step", 3):
-        with doing.doing("save"):
-            assert doing.now() == (3, "save")
-        assert doing.now() == (3, "train_step")
-    with doing.doing("save"):
+    monkeypatch.setattr(activity, "_NOW", activity._Now())
+    with activity.doing("train_step", 3):
+        with activity.doing("save"):
+            assert activity.now() == (3, "save")
+        assert activity.now() == (3, "train_step")
+    with activity.doing("save"):
         pass
-    assert doing.text(*doing.now()) == "step 3, after save"
-    with pytest.raises(KeyError), doing.doing("restore"):
+    assert activity.text(*activity.now()) == "step 3, after save"
+    with pytest.raises(KeyError), activity.doing("restore"):
         raise KeyError
-    assert doing.now() == (3, "restore")
+    assert activity.now() == (3, "restore")
 
 
 def test_steps_are_counted_where_the_device_has_not_yet():
     late = types.SimpleNamespace(is_ready=lambda: False)
-    steps = doing.Steps()
+    steps = activity.Steps()
     assert steps.number(jnp.asarray(4).block_until_ready()) == 5
     assert steps.number(late) == 6
     assert steps.number(late) == 7

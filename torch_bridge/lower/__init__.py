@@ -2,7 +2,7 @@
 
 - `registry`: the table; `refs`: names of values in arguments; `sizes` and what guards them.
 - Numbers: `activation`, `arithmetic`, `special_functions`, `bessel`, `spectral`, `linalg`,
-  `pseudo_inverse`, `linear`, `reduce`, `norm`, `loss`, `composite`.
+  `matrix_norms`, `pseudo_inverse`, `linear`, `reduce`, `norm`, `loss`, `composite`.
 - Positions: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `kernels`, `query_blocks`), `recurrent`, `experts`, `random`,
@@ -28,6 +28,7 @@ from torch_bridge.lower import index as index
 from torch_bridge.lower import linalg as linalg
 from torch_bridge.lower import linear as linear
 from torch_bridge.lower import loss as loss
+from torch_bridge.lower import matrix_norms as matrix_norms
 from torch_bridge.lower import norm as norm
 from torch_bridge.lower import order as order
 from torch_bridge.lower import pool as pool
