@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,12 +95,18 @@ def require_of_jax(loss: Any) -> None:
         raise ConversionError(f"model: {_OF_TORCH}")
 
 
+_OF_TENSORS = re.compile(r"must be Tensor, not|received an invalid combination of arguments")
+
+
 @contextmanager
 def tensors_told() -> Iterator[None]:
     """Runs a loss; PyTorch's error for an array where it wants a tensor says what to do."""
     try:
         yield
-    except TypeError as error:
-        if "must be Tensor, not" not in str(error):
+    except (TypeError, AttributeError) as error:
+        # Functions in C tell by their words; those in Python ask an array for what a tensor has.
+        *_, last = traceback.extract_tb(error.__traceback__)
+        within = Path(last.filename).is_relative_to(Path(torch.__file__).parent)
+        if not within and not _OF_TENSORS.search(str(error)):
             raise
         raise ConversionError(f"{_OF_TORCH} ({str(error).splitlines()[0]})") from error

@@ -343,6 +343,10 @@ def test_a_loss_of_torch_is_told_where_it_belongs(rolled: bool) -> None:
     own = converted.model(lambda forward, batch: torch.sum(forward(batch)))
     with pytest.raises(fz.ConversionError, match=r"one of PyTorch.*must be Tensor"):
         fz.train_step(own, optax.sgd(0.1), ONE)(fz.init(own, optax.sgd(0.1), ONE), jnp.ones((4, 3)))
+    for each in (nn.functional.mse_loss, nn.SmoothL1Loss(), torch.pow, nn.GaussianNLLLoss()):
+        inner = converted.model(lambda f, b, each=each: each(f(b), b))
+        with pytest.raises(fz.ConversionError, match=r"one of PyTorch.*tb\.with_loss"):
+            inner.loss(*inner.init, jnp.ones((4, 3)), None, True)
     with pytest.raises(TypeError, match="of the user"):
         converted.model(_raises).loss(*converted.model(_raises).init, jnp.ones((4, 3)), None, True)
 
