@@ -85,8 +85,12 @@ OPEN: dict[str, tuple[str, str]] = {
         "inf|nan", "PyTorch's kernels differ in what a row of scores of -inf is"
     ),
 }  # fmt: skip
-# Of nothing: what PyTorch's slope or reshape of no elements is, which no model waits for.
+# Of nothing: what PyTorch's slope or reshape of no elements is, which no model waits for, and
+# what ends its process.
 OF_NONE = {
+    "native_batch_norm": "PyTorch divides by the number of rows, and dies (SIGFPE)",
+    "_native_batch_norm_legit": "the same",
+    "nn.functional.pdist": "PyTorch's slope of no rows is a segmentation fault",
     "nn.functional.group_norm": "PyTorch's slope of a weight without elements of its own is NaN",
     "nn.functional.linear_cross_entropy": "no classes, by which its pieces cannot be divided",
     "nn.functional.linear_cross_entropy.chunked": "the same",

@@ -165,6 +165,14 @@ def test_an_entry_without_elements(name: str) -> None:
     assert not special_entries.differences_of_none(of_name()[name])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(8))
+def test_every_differentiable_entry_without_elements(part: int) -> None:
+    chosen = [op for op in of_name().values() if not special_entries.reason_to_leave_out(op)]
+    found = [text for op in chosen[part::8] for text in special_entries.differences_of_none(op)]
+    assert not found, "\n".join(found)
+
+
 def test_every_entry_has_special_points_or_a_reason() -> None:
     reasons = {name: special_entries.reason_to_leave_out(op) for name, op in of_name().items()}
     kinds = {"no float32", "no gradient", "draws", "refused", *special_entries.LEFT_OUT.values()}
