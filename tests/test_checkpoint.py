@@ -152,6 +152,11 @@ def test_what_is_edited_by_hand_is_looked_at(states, tmp_path):
     file.write_text(json.dumps({key: value for key, value in meta.items() if key != "plan"}))
     with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .* damaged: .* has no plan"):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+    file.write_text(json.dumps({**meta, "plan": {**meta["plan"], "zero": 7}}))
+    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .*: its plan is none: .*zero"):
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+    with pytest.raises(fz.CheckpointError, match=r"number='0': expected a whole number"):
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number="0")
     file.write_text(json.dumps({**meta, "step": 9}))
     assert int(fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"]).step) == 9
 

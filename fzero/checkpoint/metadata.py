@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from fzero.checkpoint import objects
 from fzero.checkpoint.shards import shards_path
 from fzero.checkpoint.urls import folder_of, is_url, kvstore
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, FzeroError
 from fzero.plan import Plan
 from fzero.summary import Printed, summary
 
@@ -80,6 +81,8 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         {'params/w': ((8, 2), 'float32')}
     """
     folder = folder_of(absolute_path(path)) if is_url(path) else Path(absolute_path(path))
+    if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
+        raise CheckpointError(f"restore: number={number!r:.60}: expected a whole number, or None")
     found = _whole(folder) if number is None or not _is_there(folder, number) else [number]
     if not found or number not in (None, *found):
         raise CheckpointError(
@@ -88,8 +91,9 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         )
     number = found[-1] if number is None else number
     meta = read_meta(folder, number)
+    plan = _plan_of(meta, f"checkpoint {number} in {folder}")
     return Checkpoint(
-        folder, number, meta["step"], _plan_of(meta), meta["data_position"],
+        folder, number, meta["step"], plan, meta["data_position"],
         {path: (tuple(shape), dtype) for path, (shape, dtype) in meta["leaves"].items()},
     )  # fmt: skip
 
@@ -203,12 +207,15 @@ def instead(folder: Any, number: int) -> str:
     return f"; to go on from {others[-1]}, give number={others[-1]}, or move {number} out of there"
 
 
-def _plan_of(meta: Mapping[str, Any]) -> Plan:
+def _plan_of(meta: Mapping[str, Any], where: str) -> Plan:
     """The plan of a checkpoint, in today's words: no layout followed from what is left out."""
     values = dict(meta["plan"])
     if values.get("reduce_dtype") == "int8":  # fzero 0.1
         values["reduce_dtype"] = None
-    return Plan.from_json(values)
+    try:
+        return Plan.from_json(values)
+    except FzeroError as error:
+        raise CheckpointError(f"restore: {where}: its plan is none: {error}") from error
 
 
 def _dtype(name: str) -> Any:

@@ -270,6 +270,7 @@ def groups_like(
     Raises:
         CheckpointError: another optimizer, or one of other parameters.
     """
+    given = getattr(given, "optimizer", given)  # as accelerate wraps it
     if not isinstance(given, torch.optim.Adam) or any(g["amsgrad"] for g in given.param_groups):
         raise CheckpointError(
             f"{where}={type(given).__name__}: expected an Adam or AdamW of torch, without"

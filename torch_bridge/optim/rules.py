@@ -77,6 +77,7 @@ def find_rule(optimizer: Any) -> Rule:
 
 
 _ADVICE = {
+    "AcceleratedOptimizer": " (give its `.optimizer`, and fz.Plan what the Accelerator was told)",
     "Adafactor": " (optax.adafactor is another variant: it has no equal here)",
     "SparseAdam": " (gradients are dense here: torch.optim.Adam)",
     "FusedAdam": " (torch.optim.AdamW; Adam if adam_w_mode=False)",

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import format_cases as cases
 import jax
 import jax.numpy as jnp
@@ -441,6 +442,11 @@ def test_an_optimizers_state_is_found_wherever_training_loops_put_it(tmp_path: P
             tb.restore(tmp_path / "wrong.pt", converted, tx, plan, key="model")
     path = tmp_path / "wrong.pt"
     assert tb.restore(path, converted, tx, plan, key="model", names=several).step == 1
+    wrapped = accelerate.Accelerator(cpu=True).prepare(several)
+    assert tb.restore(path, converted, tx, plan, key="model", names=wrapped).step == 1
+    with pytest.raises(fz.ConversionError, match=r"AcceleratedOptimizer .* its `\.optimizer`"):
+        tb.optimizer(wrapped, converted)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     (tmp_path / "optimizer.pt").write_bytes(b"cut off")
     with pytest.raises(
         CheckpointError, match=r"taken over in full: optimizer.pt: .*optimizer=False"
