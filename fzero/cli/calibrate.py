@@ -14,7 +14,7 @@ from fzero.errors import PreflightError
 from fzero.preflight.tables import table_of, text_of
 
 
-OutOption = Annotated[
+FileOption = Annotated[
     Path | None,
     out_flag(help="Write the rates there, as JSON: `fzero preflight --rates FILE` takes it."),
 ]
@@ -28,7 +28,7 @@ app = command_app()
 
 @app.command()
 def calibrate(
-    out: OutOption = None, small: SmallOption = False, as_json: RatesOption = False
+    out: FileOption = None, small: SmallOption = False, as_json: RatesOption = False
 ) -> None:
     """Measure what matmuls, attention, elementwise work, copies and launches reach on this device.
 

@@ -9,7 +9,7 @@ import typer
 
 
 json_flag = partial(typer.Option, "--json", help="Print JSON.")
-# A file; a directory to write is `torch_bridge.cli.flags.options.OutOption`.
+# A file; a directory to write is `torch_bridge.cli.flags.options.DirectoryOption`.
 out_flag = partial(typer.Option, "--out")
 
 JsonOption = Annotated[bool, json_flag()]

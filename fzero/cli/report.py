@@ -19,7 +19,7 @@ OtherArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[OTHER]", help="Another one, to compare.", show_default=False),
 ]
-OutOption = Annotated[
+PageOption = Annotated[
     Path | None, out_flag(help="The page.  [default: report.html in RUN]", show_default=False)
 ]
 TraceOption = Annotated[
@@ -36,7 +36,7 @@ app = command_app()
 
 @app.command()
 def report(
-    run: RunArgument, other: OtherArgument = None, out: OutOption = None, trace: TraceOption = None
+    run: RunArgument, other: OtherArgument = None, out: PageOption = None, trace: TraceOption = None
 ) -> None:
     """Draw what `fzero train` wrote: loss, rates, placement, collectives, pipeline, time.
 

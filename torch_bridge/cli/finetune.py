@@ -18,11 +18,11 @@ from torch_bridge.cli.flags.options import (
     BatchOption,
     ClipOption,
     DevicesOption,
+    DirectoryOption,
     EvalEveryOption,
     LogOption,
     LrOption,
     MicrobatchesOption,
-    OutOption,
     OverwriteOption,
     PlanOption,
     PlanSetOption,
@@ -96,7 +96,7 @@ app = command_app()
 @app.command(cls=CommandWithHeadings)
 def finetune(
     context: typer.Context,
-    out: OutOption,
+    out: DirectoryOption,
     model: TrainedModelOption = None,
     data: DocumentsOption = None,
     eval_data: EvalDocumentsOption = None,

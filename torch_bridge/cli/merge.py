@@ -11,7 +11,7 @@ import torch_bridge as tb
 from fzero.cli import command_app
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.options import OutOption, OverwriteOption, model_flag
+from torch_bridge.cli.flags.options import DirectoryOption, OverwriteOption, model_flag
 from torch_bridge.cli.flags.settings import HF_PREFIX
 from torch_bridge.cli.run import outputs
 from torch_bridge.formats.peft import is_adapter
@@ -30,7 +30,7 @@ def merge(
     adapter: Annotated[
         Path, typer.Option(help="A directory with an adapter, of PEFT or `fzero finetune`.")
     ],
-    out: OutOption,
+    out: DirectoryOption,
     undo: Annotated[
         bool, typer.Option("--undo", help="--model has the adapter in it: write the one without.")
     ] = False,

@@ -64,7 +64,7 @@ TopologyOption = Annotated[
         "a100-40, a100-80, h100, h200, b200; or cpu:8."
     ),
 ]
-DataOption = Annotated[
+DataAxisOption = Annotated[
     int | None, of_plan(help="Devices in a sharding group.  [default: all that remain]")
 ]
 ReplicaOption = Annotated[int, of_plan(help="Sharding groups (hybrid sharding).")]
@@ -128,7 +128,7 @@ def preflight(
     topology: TopologyOption = "h200:8",
     zero: ZeroOption = 3,
     gather: GatherOption = Gather.eager,
-    data: DataOption = None,
+    data: DataAxisOption = None,
     replica: ReplicaOption = 1,
     pipe: PipeOption = 1,
     schedule: ScheduleOption = None,

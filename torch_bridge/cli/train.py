@@ -13,6 +13,7 @@ from torch_bridge.cli.flags.options import (
     ClipOption,
     DataOption,
     DevicesOption,
+    DirectoryOption,
     EvalEveryOption,
     Gather,
     GatherOption,
@@ -20,7 +21,6 @@ from torch_bridge.cli.flags.options import (
     LrOption,
     MicrobatchesOption,
     MoreData,
-    OutOption,
     OverwriteOption,
     PlanOption,
     PlanSetOption,
@@ -62,7 +62,7 @@ app = command_app()
 @app.command(cls=CommandWithHeadings)
 def train(
     context: typer.Context,
-    out: OutOption,
+    out: DirectoryOption,
     model: TrainedModelOption = None,
     data: DataOption = None,
     more_data: MoreData = None,

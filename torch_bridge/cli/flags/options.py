@@ -92,7 +92,9 @@ GatherOption = Annotated[
         "the next one's forward pass."
     ),
 ]
-OutOption = Annotated[Path, of_results(help="Directory to write; must be empty or not exist.")]
+DirectoryOption = Annotated[
+    Path, of_results(help="Directory to write; must be empty or not exist.")
+]
 StepsOption = Annotated[int, of_training(help="Optimizer steps.")]
 BatchOption = Annotated[
     int, batch_flag(help="Sequences per step, over all devices and microbatches.")

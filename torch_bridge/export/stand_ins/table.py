@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import ConversionError
 from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
+from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
@@ -34,7 +35,6 @@ from torch_bridge.export.stand_ins.random_numbers import (
     unseeded,
 )
 from torch_bridge.export.stand_ins.replacement import StandIn, replaced
-from torch_bridge.export.stand_ins.rewritten_rows import RewrittenRows
 from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
 from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
 from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_norms
