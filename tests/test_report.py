@@ -172,6 +172,25 @@ def test_description_states_when_gradients_are_reduced(kwargs, words):
     assert f"gradients: {words}" in str(about)
 
 
+SAID = {
+    "gathers send int8: 1.016 bytes an element": {"zero": 3, "gather_dtype": "int8"},
+    "gathers of what only products in 8 bits read send float8": {"zero": 3, "precision": "fp8"},
+    "reductions send and add float32": {"precision": "bf16", "reduce_dtype": "fp32"},
+    "kept for the backward pass (secondary)": {"zero": 3, "data": 4, "secondary": 2},
+    "deterministic: on GPUs": {"deterministic": True},
+    "used and sent in float32: 1 leaves, 1 elements": {"precision": "bf16", "keep_fp32": "gain"},
+}
+
+
+def test_description_says_what_a_plan_changes_and_nothing_else():
+    for kwargs in SAID.values():
+        plan = fz.Plan(**kwargs, min_shard_bytes=SPLIT_BYTES)
+        about = str(fz.describe(plan, MODEL, num_devices=8))
+        assert [line for line in SAID if f"\n{line}" in about] == [
+            line for line, others in SAID.items() if others == kwargs
+        ]
+
+
 def test_description_prints_every_leaf_and_why():
     plan = fz.Plan(zero=1, precision="bf16", min_shard_bytes=SPLIT_BYTES)
     about = fz.describe(plan, MODEL, num_devices=8)
