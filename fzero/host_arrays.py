@@ -37,6 +37,8 @@ def received(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray) or not hasattr(leaf, "__dlpack_device__"):
         return leaf
     try:
+        for resolve in ("resolve_conj", "resolve_neg"):  # torch's own bits, which DLPack has not
+            leaf = getattr(leaf, resolve, lambda leaf=leaf: leaf)()
         if leaf.__dlpack_device__()[0] in _ON_HOST:
             try:
                 return np.from_dlpack(leaf)

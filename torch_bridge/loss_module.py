@@ -95,7 +95,10 @@ def require_of_jax(loss: Any) -> None:
         raise ConversionError(f"model: {_OF_TORCH}")
 
 
-_OF_TENSORS = re.compile(r"must be Tensor, not|received an invalid combination of arguments")
+_OF_TENSORS = re.compile(
+    r"must be Tensor, not|received an invalid combination of arguments|and 'Tensor'|'Tensor' and"
+)
+_NO_ATTRIBUTE = re.compile(r"(?:Tracer|ArrayImpl)'?(?: object)? has no attribute '?(\w+)")
 
 
 @contextmanager
@@ -107,6 +110,9 @@ def tensors_told() -> Iterator[None]:
         # Functions in C tell by their words; those in Python ask an array for what a tensor has.
         *_, last = traceback.extract_tb(error.__traceback__)
         within = Path(last.filename).is_relative_to(Path(torch.__file__).parent)
-        if not within and not _OF_TENSORS.search(str(error)):
+        absent = _NO_ATTRIBUTE.search(str(error))
+        asked = absent is not None and hasattr(torch.Tensor, absent[1])
+        asked |= "'int' object is not callable" in str(error) and ".size(" in (last.line or "")
+        if not within and not asked and not _OF_TENSORS.search(str(error)):
             raise
         raise ConversionError(f"{_OF_TORCH} ({str(error).splitlines()[0]})") from error

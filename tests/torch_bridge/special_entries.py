@@ -61,7 +61,16 @@ _PADDING = ("inf|nan", "zeros that a kernel fills up with, times infinity or NaN
 _POLES = ("ties|bounds", "whole numbers below 0 are poles, which PyTorch rounds to large numbers")
 _SIGN = ("negative zeros", "PyTorch's kernels differ in the sign of an infinite slope at -0")
 _SINGULAR = ("zero in", "a pivot of 0: infinities and NaN in the order of the substitution")
+_CASTS = ("inf|nan", "what a float becomes that a whole number cannot hold is undefined in C++")
+_DEGREES = ("nan in 0", "what a polynomial of degree NaN is")
+_POLYNOMIALS = (
+    "chebyshev_polynomial_u", "chebyshev_polynomial_w", "laguerre_polynomial_l",
+    "legendre_polynomial_p", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_w",
+)  # fmt: skip
 OPEN: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("byte", "char", "short", "int", "long"), _CASTS),
+    **{f"special.{name}": _DEGREES for name in _POLYNOMIALS},
+    "special.zeta": ("inf in 0", "PyTorch's sum is NaN there; ours is the limit"),
     "cumprod": ("inf", "PyTorch's slope divides by the factor; ours is the function's"),
     "prod": ("inf", "the same"), "masked.cumprod": ("inf", "the same"),
     "masked.prod": ("inf", "the same"),
@@ -154,8 +163,6 @@ def reason_to_leave_out(op: Any) -> str | None:
         return LEFT_OUT[name]
     if torch.float32 not in op.dtypes or name not in rows:
         return "no float32"
-    if not op.supports_autograd or torch.float32 not in op.supported_backward_dtypes("cpu"):
-        return "no gradient"
     if operators.RANDOM.search(name):
         return "draws"
     return "refused" if rows[name][0] == "refused" else None
@@ -167,7 +174,8 @@ def cases(op: Any) -> Iterator[Case]:
 
     torch.manual_seed(0)
     with mock.patch.object(database, "wrapper_set_seed", operators._unseeded):
-        made = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        learns = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
+        made = op.sample_inputs("cpu", torch.float32, requires_grad=learns)
         for sample in itertools.islice(made, SAMPLES):
 
             def function(*args: Any, sample: Any = sample, **kwargs: Any) -> Any:
@@ -179,12 +187,12 @@ def cases(op: Any) -> Iterator[Case]:
                 i for i, t in enumerate(tensors) if t.requires_grad and t.dtype == torch.float32
             ]
             own = [t.detach().clone().contiguous() for t in tensors]
-            if smooth:
+            if any(t.is_floating_point() for t in own):
                 yield Case(module.eval(), own, smooth)
 
 
 def differences(op: Any) -> list[str]:
-    """Where an entry's values and gradients at special points are not PyTorch's."""
+    """Where an entry's values, and gradients if it has any, are not PyTorch's at special points."""
     name, found = operators.name_of(op), []
     for number, case in enumerate(cases(op)):
         run = _converted(case)
@@ -267,7 +275,7 @@ def _theirs(case: Case, given: Sequence[torch.Tensor], wide: bool = False) -> Re
     smooth = [x for x in out if x.requires_grad]
     tracked = [own[i] for i in case.smooth]
     seeds = [torch.from_numpy(_seed(tuple(x.shape))).to(x.dtype) for x in smooth]
-    grads = torch.autograd.grad(smooth, tracked, seeds, allow_unused=True)
+    grads = torch.autograd.grad(smooth, tracked, seeds, allow_unused=True) if tracked else ()
     slopes = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, tracked, strict=True)]
     return [beside._numpy(x) for x in out], [beside._numpy(g) for g in slopes]
 

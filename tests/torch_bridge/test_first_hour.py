@@ -343,7 +343,12 @@ def test_a_loss_of_torch_is_told_where_it_belongs(rolled: bool) -> None:
     own = converted.model(lambda forward, batch: torch.sum(forward(batch)))
     with pytest.raises(fz.ConversionError, match=r"one of PyTorch.*must be Tensor"):
         fz.train_step(own, optax.sgd(0.1), ONE)(fz.init(own, optax.sgd(0.1), ONE), jnp.ones((4, 3)))
-    for each in (nn.functional.mse_loss, nn.SmoothL1Loss(), torch.pow, nn.GaussianNLLLoss()):
+    of_tensors = [
+        nn.functional.mse_loss, nn.SmoothL1Loss(), torch.pow, nn.GaussianNLLLoss(),
+        lambda x, _: (x - torch.zeros(1)).mean(), lambda x, _: (torch.zeros(1) - x).mean(),
+        lambda x, _: x.unsqueeze(0).mean(), lambda x, b: x.reshape(b.size(0), -1).mean(),
+    ]  # fmt: skip
+    for each in of_tensors:
         inner = converted.model(lambda f, b, each=each: each(f(b), b))
         with pytest.raises(fz.ConversionError, match=r"one of PyTorch.*tb\.with_loss"):
             inner.loss(*inner.init, jnp.ones((4, 3)), None, True)

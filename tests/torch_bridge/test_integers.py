@@ -22,6 +22,29 @@ class Fn(torch.nn.Module):
         return self.fn(*args)
 
 
+LAST = torch.tensor([1, -2, 2**31 - 1, -(2**31)])
+BYTES = torch.arange(16, dtype=torch.int8)
+READ_AS = {
+    torch.int64: (BYTES, BYTES.view(torch.int32).reshape(2, 2)),
+    torch.int32: (LAST, BYTES, torch.tensor([0.5, -3.0])),
+    torch.int16: (LAST, BYTES),
+    torch.int8: (LAST, torch.tensor([0.5, -3.0])),
+    torch.float32: (LAST.clamp(-2, 1), BYTES),
+}
+
+
+@pytest.mark.parametrize("dtype", READ_AS)
+def test_bits_are_read_as_another_dtype(dtype: torch.dtype) -> None:
+    for x in READ_AS[dtype]:
+
+        def read(x: torch.Tensor) -> torch.Tensor:
+            other = x.view(dtype)
+            return other % 1_000_003 if dtype is torch.int64 else other
+
+        converted = tb.convert(Fn(read), x, train=False)
+        np.testing.assert_array_equal(converted(x), read(x))
+
+
 BIG = torch.tensor([2**40 + 7, 5])
 
 

@@ -35,6 +35,50 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+def test_what_a_driver_of_least_squares_returns_beside_the_solution(driver: str | None) -> None:
+    for rows, columns in ((4, 3), (3, 3), (3, 4)):
+        given = draw(rows, columns), draw(rows, 2, seed=1)
+        solve = functools.partial(torch.linalg.lstsq, driver=driver)
+        found = jax.tree.leaves(tb.convert(Fn(solve), *given, train=False)(*given))
+        for got, want in zip(found, solve(1.5 * given[0], given[1]), strict=True):
+            # Solved by another factorisation, of matrices that are far from singular.
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+    given = torch.diag(torch.tensor([1.0, 0.5, 0.01])), torch.ones(3, 1)
+    cut = functools.partial(torch.linalg.lstsq, driver="gelsd", rcond=0.1)
+    found = jax.tree.leaves(tb.convert(Fn(cut), *given, train=False)(*given))
+    want = cut(1.5 * given[0], given[1])
+    np.testing.assert_allclose(found[0], want.solution, atol=1e-6)
+    assert int(found[2]) == int(want.rank) == 2
+
+
+def test_of_nothing_and_of_numbers() -> None:
+    for training in (True, False):
+        check_parity(Fn(lambda x, on=training: F.batch_norm(x, x, x, training=on)), torch.zeros(0))
+    check_parity(Fn(lambda x: x.flip(0) + torch.flip(x, (-1,))), torch.tensor(1.5))
+
+
+def test_a_power_of_two_of_16_bits_is_rounded_once() -> None:
+    x, y = (3 * draw(300, seed=i).bfloat16() for i in (0, 1))
+    module = Fn(torch.ldexp).bfloat16()
+    nn.init.ones_(module.scale)
+    want = module(x, y).float().detach().numpy()
+    np.testing.assert_array_equal(tb.convert(module, x, y, train=False)(x, y), want)
+
+
+def test_what_pytorch_raises_for_is_lost() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for lengths in ([1, 9], [-1, 4], [1, 1]):
+        module = Fn(lambda x, n: torch.segment_reduce(x, "sum", lengths=n))
+        converted = tb.convert(module, x, torch.tensor([1, 2]), train=False)
+        assert np.isnan(converted(x, torch.tensor(lengths))).all()
+    converted = tb.convert(
+        Fn(lambda x, i: F.max_unpool1d(x, i, 2)), x[None], torch.tensor([[0, 2, 5]]), train=False
+    )
+    for index in ([[0, 2, 6]], [[0, 2, -1]]):
+        assert np.isnan(converted(x[None], torch.tensor(index))).all()
+
+
 def test_grids_are_read_as_torch_reads_them() -> None:
     grid = draw(2, 3, 4, 2, seed=1)  # some positions lie outside [-1, 1]
 

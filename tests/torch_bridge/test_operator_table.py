@@ -153,7 +153,7 @@ def test_an_entry_at_special_points(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(8))
-def test_every_differentiable_entry_at_special_points(part: int) -> None:
+def test_every_entry_at_special_points(part: int) -> None:
     """Zeros of both signs, ones, equal values, ties, bounds, infinities and NaN."""
     chosen = [op for op in of_name().values() if not special_entries.reason_to_leave_out(op)]
     found = [text for op in chosen[part::8] for text in special_entries.differences(op)]
@@ -167,7 +167,7 @@ def test_an_entry_without_elements(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(8))
-def test_every_differentiable_entry_without_elements(part: int) -> None:
+def test_every_entry_without_elements(part: int) -> None:
     chosen = [op for op in of_name().values() if not special_entries.reason_to_leave_out(op)]
     found = [text for op in chosen[part::8] for text in special_entries.differences_of_none(op)]
     assert not found, "\n".join(found)
@@ -175,9 +175,9 @@ def test_every_differentiable_entry_without_elements(part: int) -> None:
 
 def test_every_entry_has_special_points_or_a_reason() -> None:
     reasons = {name: special_entries.reason_to_leave_out(op) for name, op in of_name().items()}
-    kinds = {"no float32", "no gradient", "draws", "refused", *special_entries.LEFT_OUT.values()}
+    kinds = {"no float32", "draws", "refused", *special_entries.LEFT_OUT.values()}
     assert set(reasons.values()) <= {None, *kinds}
-    assert sum(reason is None for reason in reasons.values()) > 450
+    assert sum(reason is None for reason in reasons.values()) > 600
     listed = {*special_entries.OPEN, *special_entries.LEFT_OUT, *special_entries.LOOSE}
     listed |= set(special_entries.OF_NONE)
     assert listed <= set(reasons), "entries that PyTorch has no more"

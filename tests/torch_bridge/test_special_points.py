@@ -186,10 +186,21 @@ def test_the_slope_of_a_size_is_the_direction_of_its_result():
     agree(lambda size, angle: torch.view_as_real(torch.polar(size, angle)), size, angle)
 
 
-def test_incomplete_gammas_of_infinite_order():
-    grid = torch.meshgrid(*[torch.tensor([0.0, 1.0, INF])] * 2, indexing="ij")
+def test_incomplete_gammas_of_any_order():
+    grid = torch.meshgrid(*[torch.tensor([0.0, 1.0, INF, NAN, -1.0])] * 2, indexing="ij")
     for fn in (torch.igamma, torch.igammac):
         agree(lambda a, x, fn=fn: fn(a.detach(), x.detach()), *(x.reshape(-1) for x in grid))
+
+
+def test_zeta_at_its_poles():
+    x, q = torch.meshgrid(
+        torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, NAN]),
+        torch.tensor([-3.0, -0.5, -0.0, 0.0, 0.3, 1.0, 2.0, INF, -INF]),
+        indexing="ij",
+    )
+    agree(lambda q: torch.special.zeta(x.reshape(-1), q.detach()), q.reshape(-1))
+    agree(lambda q: torch.special.zeta(torch.tensor(INF), q.detach()), torch.tensor([0.5, 1.0]))
+    agree(lambda q: torch.special.zeta(2.5, q), torch.tensor([0.3, 1.0, 4.0, 0.0]))
 
 
 def test_cross_entropy_of_certainties():
@@ -357,6 +368,8 @@ def test_labels_that_are_certain_or_impossible_have_a_ctc_loss():
     want, got, _, slopes = both(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths), x)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(slopes[0], 0)  # of -inf PyTorch's are NaN
+    x[1, 0] = INF
+    assert np.isnan(both(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths), x)[1])
 
 
 @pytest.mark.parametrize("zero", [False, True])

@@ -159,7 +159,12 @@ def weights_of(
         )
     wrong = [k for k, v in content.items() if not (isinstance(k, str) and is_dense(v))]
     if wrong:
-        raise CheckpointError(f"{file}: expected only tensors by name, but {wrong[:5]!r} are not")
+        kinds = ", ".join(f"{k!r} ({type(content[k]).__name__})" for k in wrong[:5])
+        raise CheckpointError(
+            f"{file}: expected only tensors by name, but of {len(wrong)} entries that are others"
+            f" the first are {kinds}. Take out what is none, and save .dequantize() of quantised"
+            " tensors, .to_dense() of sparse ones, .full_tensor() of sharded ones"
+        )
     return lazy_tensors(content, file)
 
 

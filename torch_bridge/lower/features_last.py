@@ -37,7 +37,7 @@ class Last:
 
 def features(x: jax.Array | Last) -> tuple[jax.Array, int]:
     """The array of a value, and which of its axes the features are."""
-    return (x.held, x.held.ndim - 1) if isinstance(x, Last) else (x, 1)
+    return (x.held, x.held.ndim - 1) if isinstance(x, Last) else (x, min(1, x.ndim - 1))
 
 
 def like(x: jax.Array | Last, out: jax.Array) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.features_last import Last, features, like, over, takes_last
+from torch_bridge.lower.index import lost
 from torch_bridge.lower.reduce import argmax
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.tangents import sloped
@@ -142,17 +143,22 @@ def _lowest(x: jax.Array) -> Any:
 
 @register_operator("aten.max_unpool2d.default", "aten.max_unpool3d.default")
 def max_unpool(x: jax.Array, index: jax.Array, output_size: Sequence[int], *_: Any) -> jax.Array:
-    """Values back at their indices; where several meet, the last stays and all have a gradient."""
+    """Values back at their indices; where several meet, the last stays and all have a gradient.
+
+    A plane with an index outside of it, for which PyTorch raises, is lost.
+    """
     dims = len(output_size)
     lead = x.shape[: x.ndim - dims]
     rows = math.prod(lead)
     size = math.prod(x.shape[x.ndim - dims :])
     values, index = (jnp.reshape(given, (rows, size)) for given in (x, index))
+    whole = math.prod(output_size)
+    outside = jnp.any((index < 0) | (index >= whole), axis=1, keepdims=True)
     where = (jnp.arange(rows)[:, None], index)
-    out = jnp.zeros((rows, math.prod(output_size)), x.dtype)
+    out = jnp.zeros((rows, whole), x.dtype)
     kept = out.at[where].set(jax.lax.stop_gradient(values))
     kept = kept + out.at[where].add(sloped(values, jnp.ones_like(values)))
-    return jnp.reshape(kept, (*lead, *output_size))
+    return jnp.reshape(jnp.where(outside, lost(x), kept), (*lead, *output_size))
 
 
 def _pool_args(

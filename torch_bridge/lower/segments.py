@@ -29,10 +29,15 @@ def segment_reduce(
     axis: int = 0, unsafe: bool = False, initial: float | None = None,
 ) -> jax.Array:  # fmt: skip
     """Shapes: data `(*batch, length, *rest)`, lengths `(*batch, segments)`, offsets one more."""
-    if offsets is None:
-        ends = jnp.cumsum(lengths, axis=-1)
-        offsets = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], axis=-1)
-    return _segments(data, reduce, offsets, axis % data.ndim, initial)
+    axis = axis % data.ndim
+    if offsets is not None:
+        return _segments(data, reduce, offsets, axis, initial)
+    ends = jnp.cumsum(lengths, axis=-1)
+    offsets = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], axis=-1)
+    found = _segments(data, reduce, offsets, axis, initial)
+    # Lengths that are not those of the data, for which PyTorch raises.
+    fine = jnp.all(ends[..., -1:] == data.shape[axis]) & jnp.all(lengths >= 0)
+    return found if unsafe or not lengths.shape[-1] else jnp.where(fine, found, jnp.nan)
 
 
 def _segments(
@@ -144,6 +149,7 @@ def ctc_loss(
     fixed = jax.lax.stop_gradient(log_probs)
     extra = sloped(log_probs, jnp.where(used, jnp.exp(fixed), 0))
     losses = losses + jnp.sum(extra, axis=(0, 2))
+    losses = jnp.where(losses == -jnp.inf, jnp.nan, losses)  # of a probability that is infinite
     never = losses > -_NEVER / 2
     if zero_infinity:
         return jnp.where(never, 0.0, losses).astype(log_probs.dtype)

@@ -37,7 +37,7 @@ def view(x: jax.Array, size: Sequence[int]) -> jax.Array:
 def view_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     from torch_bridge.dtypes import jax_dtype
 
-    return jax.lax.bitcast_convert_type(x, jax_dtype(dtype))
+    return x.view(jax_dtype(dtype))
 
 
 @register_operator("aten.permute.default")
@@ -156,7 +156,7 @@ def narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
 
 @register_operator("aten.flip.default")
 def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    return jnp.flip(x, tuple(dims))
+    return jnp.flip(x, tuple(dims)) if x.ndim else x
 
 
 @register_operator("aten.roll.default")

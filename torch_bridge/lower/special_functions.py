@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,8 +75,8 @@ for _name, _fn in {
 for _name, _fn in {
     "special_xlog1py": xlog1py,
     "xlogy": xlogy,
-    "igamma": lambda a, x: _of_infinite_order(jsp.gammainc, a, x, 0),
-    "igammac": lambda a, x: _of_infinite_order(jsp.gammaincc, a, x, 1),
+    "igamma": lambda a, x: _of_any_order(jsp.gammainc, a, x, 0),
+    "igammac": lambda a, x: _of_any_order(jsp.gammaincc, a, x, 1),
     "logaddexp": logaddexp,
     "logaddexp2": logaddexp2,
     "copysign": copysign,
@@ -86,8 +87,12 @@ for _name, _fn in {
     )
 
 
-def _of_infinite_order(fn: Any, a: jax.Array, x: jax.Array, limit: int) -> jax.Array:
-    return jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x), jnp.nan, limit), fn(a, x))
+def _of_any_order(fn: Any, a: jax.Array, x: jax.Array, least: int) -> jax.Array:
+    """With PyTorch's values of orders 0, infinity and NaN; `least` is that of x = 0."""
+    found = jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x), jnp.nan, least), fn(a, x))
+    found = jnp.where((x > 0) & ((a == 0) | jnp.isnan(a) & jnp.isposinf(x)), 1 - least, found)
+    found = jnp.where(jnp.isnan(a) & (x == 0), least, found)
+    return jnp.where((a < 0) | (x < 0), jnp.nan, found)
 
 
 @register_operator("aten.logit.default")
@@ -100,9 +105,23 @@ def logit_within(x: jax.Array, eps: float | None = None) -> jax.Array:
 @register_operator(
     "aten.special_zeta.default", "aten.special_zeta.self_scalar", "aten.special_zeta.other_scalar"
 )
+@once
 def zeta(x: Any, q: Any) -> jax.Array:
-    x, q = promote_float(x, q)
-    return jnp.where(x < 1, jnp.nan, jsp.zeta(x, q))
+    return _zeta(*promote_float(x, q))
+
+
+def _zeta_value(x: jax.Array, q: jax.Array) -> jax.Array:
+    last = jnp.where(q < 1, jnp.inf, jnp.where(q > 1, 0.0, q))
+    found = jnp.where(jnp.isposinf(x), last, jsp.zeta(x, q))
+    found = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, found)  # a term is 1 / 0
+    return jnp.where(x < 1, jnp.nan, found)
+
+
+_zeta: Callable[..., jax.Array] = with_tangents(
+    _zeta_value,
+    lambda dx, _, x, q: jnp.nan * dx,  # PyTorch has none
+    lambda dq, _, x, q: -x * _zeta(x + 1, q) * dq,
+)
 
 
 @register_operator("aten.polygamma.default")
@@ -198,7 +217,7 @@ _mantissa = with_tangents(
 @register_operator("aten.ldexp.Tensor")
 def ldexp(x: jax.Array, exponent: Any) -> jax.Array:
     a, b = promote_float(x, exponent)
-    return a * jnp.exp2(b)
+    return a * jnp.exp2(cast(b, accumulation_dtype(b))).astype(b.dtype)
 
 
 @register_operator("aten.heaviside.default")

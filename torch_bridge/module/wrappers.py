@@ -15,6 +15,7 @@ _PREFIX = re.compile(r"^((_orig_mod|module|_fsdp_wrapped_module)\.)+")
 # Where modules are from that hold packed weights and compute with kernels of their own.
 _QUANTISERS = re.compile(
     r"(bitsandbytes|auto_gptq|gptqmodel|awq|hqq|optimum\.quanto|eetq|aqlm|vptq|compressed_tensors"
+    r"|torch\.ao\.nn(\.intrinsic)?\.quantized"
     r"|transformers\.integrations\.(finegrained_fp8|bitnet|mxfp4|higgs|fbgemm_fp8|spqr))(\.|$)"
 )
 

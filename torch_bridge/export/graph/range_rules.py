@@ -249,6 +249,7 @@ _RULES: dict[str, Rule] = {
         " positive masked_select _unsafe_index to _to_copy type_as long",
         _arguments(0),
     ),
+    "view.dtype": lambda *_: ALL,  # the same bits, another number
     **_named("cat concat concatenate stack hstack vstack", _arguments(0)),
     **_named("where", _arguments(1, 2)),
     **_named("masked_fill fill slice_scatter select_scatter copy", _arguments(0, 1, 2)),

@@ -74,7 +74,8 @@ class Ranges:
         if python_function(node.target) is not None:
             return False
         held = any(source in self.wide for source in node.all_input_nodes)
-        return held or node in self.wide or _with_large_number(node) or _wide_within(node)
+        known = held or node in self.wide or _with_large_number(node) or _wide_within(node)
+        return known or _of_bits(node)
 
     def lowered(self, node: torch.fx.Node, fn: Fn, template: Any, where: str) -> Fn:
         """The lowering of a node, in 64 bits where it has to be.
@@ -283,6 +284,12 @@ def _wide_within(node: torch.fx.Node) -> bool:
         if any(isinstance(x, torch.Tensor) and x.dtype in _WIDE for x in values):
             return True
     return False
+
+
+def _of_bits(node: torch.fx.Node) -> bool:
+    """Whether the bits of 64 are read as another dtype."""
+    values = (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes))
+    return str(node.target) == "aten.view.dtype" and any(_dtype(x) in _WIDE for x in values)
 
 
 def _with_large_number(node: torch.fx.Node) -> bool:

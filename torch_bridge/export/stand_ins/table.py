@@ -331,14 +331,16 @@ def _lstsq(
     rows, columns = A.shape[-2:]
     vectors = B.ndim == A.ndim - 1 and B.shape == A.shape[:-1] and B.ndim != A.ndim
     right = B.unsqueeze(-1) if vectors else B
-    solution = torch.linalg.pinv(A) @ right
+    cut = None if driver == "gels" else rcond
+    solution = torch.linalg.pinv(A, rtol=cut) @ right
     residuals = solution.new_empty((0,))
-    if rows > columns:
+    if rows > columns and driver in ("gels", "gelsd", "gelss"):
         residuals = (A @ solution - right).abs().square().sum(-2)
     # The driver of full ranks does not ask for one.
     empty = A.new_empty((0,), dtype=torch.int64)
-    rank = empty if driver == "gels" else torch.linalg.matrix_rank(A)
-    made = (solution.squeeze(-1) if vectors else solution, residuals, rank, A.new_empty((0,)))
+    rank = empty if driver == "gels" else torch.linalg.matrix_rank(A, rtol=cut)
+    sizes = torch.linalg.svdvals(A) if driver in ("gelsd", "gelss") else A.real.new_empty((0,))
+    made = (solution.squeeze(-1) if vectors else solution, residuals, rank, sizes)
     kinds: Any = torch.return_types
     return kinds.linalg_lstsq(made)
 
