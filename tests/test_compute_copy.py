@@ -176,6 +176,23 @@ def test_replace_keeps_what_it_is_given_and_what_is_not_there():
     assert whole.replace(params=edited(whole.params)).compute is None
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_an_edit_of_the_copy_alone_is_refused(pipe):
+    """No step would read it."""
+    plan = tiny.plan(zero=1, data=1, precision="bf16", pipe=pipe, microbatches=pipe)
+    state = fz.init(MODEL, TX, plan)
+
+    def edit(state):
+        return state.replace(compute=edited(state.compute))
+
+    for run in (edit, jax.jit(edit)):
+        with pytest.raises(fz.StateError, match=r"compute/\S+ is edited by itself.*params=\.\.\."):
+            run(state)
+    assert state.replace(compute=jax.tree.map(lambda x: x, state.compute)).compute is not None
+    again = fz.init(MODEL, TX, plan)
+    assert again.replace(params=state.params).replace(compute=state.compute).step == 0
+
+
 def test_a_known_copy_is_not_made_again():
     """Moves and steps hand the copy on; only strangers' edits cost a cast."""
     plan = tiny.plan(zero=1, data=2, precision="bf16")

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from fzero.errors import StateError
 from fzero.precision import round_to
 from fzero.processes import in_turn
 from fzero.sharding.park import unpark
 from fzero.sharding.relayout import place
 from fzero.state.array_facts import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
-from fzero.tree import PyTree, is_traced, same_structure, shape_at
+from fzero.tree import PyTree, is_traced, named_leaves, same_structure, shape_at
 
 
 # Of a compute leaf: the parameter that it was cast from.
@@ -53,6 +54,25 @@ def is_current(params: PyTree, compute: PyTree) -> bool:
     """Whether every compute leaf is known to be cast from the parameter beside it."""
     sources, copies = jax.tree.leaves(beside(params, compute)), jax.tree.leaves(compute)
     return len(sources) == len(copies) and all(map(is_pair, sources, copies))
+
+
+def require_copy(params: PyTree, old: PyTree, new: PyTree) -> None:
+    """Refuses an edit of a compute copy by itself, which steps would cast away without a word.
+
+    Raises:
+        StateError: a leaf is neither the old copy's nor cast from the parameter beside it.
+    """
+    try:
+        sources = jax.tree.leaves(beside(params, new))
+    except ValueError:  # another tree, which a step refuses
+        return
+    before = set(map(id, jax.tree.leaves(old)))
+    for source, (path, leaf) in zip(sources, named_leaves(new), strict=True):
+        if isinstance(leaf, jax.Array) and id(leaf) not in before and not is_pair(source, leaf):
+            raise StateError(
+                f"TrainState.replace: compute/{path} is edited by itself: steps cast it anew from"
+                " params, which are what is trained; edit these: state.replace(params=...)"
+            )
 
 
 def inherit(old: Any, new: Any) -> None:

@@ -46,7 +46,8 @@ class TrainState(Printed):
         step: int32 scalar, optimizer steps taken.
         params: the parameters; the fp32 master under mixed precision.
         compute: a cast copy of `params` that the forward pass reads, or `None` when it reads
-            `params` (fp32) or casts them as it gathers (stage 3).
+            `params` (fp32) or casts them as it gathers (stage 3). It follows `params`: what else is
+            put there no step reads, but casts it anew.
         opt_state: the optax state.
         buffers: whatever else the model changes (running statistics); replicated.
         rng: key from which every layer's key is folded; never changes.
@@ -93,11 +94,14 @@ class TrainState(Printed):
 
         Raises:
             StateError: zeros that fill up `params` have moved among their values (`x[::-1]`), or
-                arrays are of a state whose layers are kept in another order.
+                arrays are of a state whose layers are kept in another order; or `compute` alone was
+                edited, which no step reads.
         """
         if "params" in changes:
             filling.require_unmoved(self.params, changes["params"], self.rows, self.padded)
         new = dataclasses.replace(self, **changes)
+        if "params" not in changes and "compute" in changes:
+            compute_copy.require_copy(self.params, self.compute, new.compute)
         if "params" not in changes or "compute" in changes or self.compute is None:
             return new
         return dataclasses.replace(new, compute=compute_copy.refreshed(new.params, new.compute))
