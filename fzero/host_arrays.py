@@ -68,7 +68,7 @@ def require_numbers(leaf: Any) -> None:
         )
     dtype = leaf.dtype
     known = not is_plain(leaf) or (
-        dtype.isnative and dtype.kind in "biufcV" and dtype.type not in _NOT_OF_JAX
+        dtype.isnative and dtype.kind in "biufcV" and not issubclass(dtype.type, _NOT_OF_JAX)
     )
     if not known:
         raise ValueError(

@@ -68,6 +68,10 @@ LATER = {
     "words": (changed(word=np.array(["a"] * 16)), ["word has dtype <U1", "encode"]),
     "objects": (changed(any=np.array([None] * 16)), ["any has dtype object"]),
     "long": (changed(y=POINTS["y"].astype(np.longdouble)), ["y has dtype float128"]),
+    "records": (
+        changed(of=np.zeros(16, [("a", "f4")]).view(np.recarray)),
+        ["of has dtype (numpy.record, [('a', '<f4')])", "encode"],
+    ),
     "days": (changed(day=np.zeros(16, "datetime64[D]")), ["day has dtype datetime64"]),
     "big-endian": (changed(x=POINTS["x"].astype(">f4")), ["x has dtype >f4", "astype"]),
 }

@@ -80,8 +80,8 @@ def test_training_goes_on_as_if_nothing_had_been(name, tmp_path):
 
 
 def test_the_newest_are_kept_and_numbered(states, tmp_path):
-    state = states("zero 3")
-    numbers = [fz.save(tmp_path, state, PLANS["zero 3"], keep=2, data_position=i) for i in range(4)]
+    state, plan = states("zero 3"), PLANS["zero 3"]
+    numbers = [fz.save(tmp_path, state, plan, keep=np.int64(2), data_position=i) for i in range(4)]
     assert numbers == [0, 1, 2, 3]
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).data_position == 3
@@ -376,8 +376,10 @@ def test_refusals(states, tmp_path):
         match=r"blocks/w: expected float32\[4, 16, 16\], .* float32\[3, 16, 16\]",
     ):
         fz.restore(tmp_path, tiny.chain(4), TX, plan)
-    for keep in (0, "2", 1.5):
-        with pytest.raises(fz.CheckpointError, match=f"keep={keep!r}: expected at least 1"):
+    with pytest.raises(fz.PlanError, match=r"save: expected an fz.Plan, got a NoneType; .* order"):
+        fz.save(tmp_path, states("zero 3"), None)
+    for keep in (0, "2", 1.5, np.int64(0)):
+        with pytest.raises(fz.CheckpointError, match=f"keep={keep}: expected at least 1|keep='2'"):
             fz.save(tmp_path, states("zero 3"), plan, keep=keep)
     ordered = states("zero 3").replace(rows=(("blocks", (2, 0, 1)),))
     with pytest.raises(fz.CheckpointError, match="it is a pipeline's, the plan has none"):

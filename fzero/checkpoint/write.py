@@ -31,7 +31,7 @@ from fzero.checkpoint.metadata import FORMAT, absolute_path, array_key, sealed
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key
-from fzero.errors import CheckpointError, warn
+from fzero.errors import CheckpointError, PlanError, warn
 from fzero.hosts.activity import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
@@ -103,6 +103,7 @@ def save(
         CheckpointError: the directory cannot be written, or the data position is nothing that JSON
             holds; or, in a directory of several processes, the checkpoint before could not be
             written. Earlier checkpoints are untouched.
+        PlanError: `plan` is none.
         StateConsumedError: the state was given away.
         StateError: a leaf was put in by hand, and is no array on the state's devices, or `rng` is
             not one key.
@@ -124,6 +125,12 @@ def save(
     state = settled(state)
     require_alive(state, "save")
     require_arrays(state, "save")
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"save: expected an fz.Plan, got a {type(plan).__name__}; arguments are the path, the"
+            " state and its plan, in this order"
+        )
+    keep = keep.item() if isinstance(keep, np.integer) else keep
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
     if state.rows and plan.pipe == 1:
