@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import all_leaves
 
 from fzero.errors import PlanError, StateError
 
@@ -228,6 +229,37 @@ def owner_of(path: str, params: Container[str]) -> str | None:
     steps = path.split("/")
     ends = ("/".join(steps[start:]) for start in range(len(steps)))
     return next((end for end in ends if end in params), None)
+
+
+def owners_by_place(tree: PyTree, like: PyTree) -> list[str | None]:
+    """For each leaf of a tree the leaf of `like` that it stands for, where a node is built alike.
+
+    So are found several arrays for each parameter, whose paths go on behind the parameter's.
+
+    Example:
+        >>> owners_by_place({"mu": {"w": (1, 2), "b": 3}, "count": 4}, {"w": 5, "b": 6})
+        [None, 'b', 'w', 'w']
+    """
+    treedef: Any = jax.tree.structure(like)
+    names = [name for name, _ in named_leaves(like)]
+    # A single leaf is like everything, and a bare tuple may be like a chain of optimizers.
+    known = not all_leaves([like]) and type(like) is not tuple
+
+    def is_like(node: Any) -> bool:
+        try:
+            treedef.flatten_up_to(node)
+        except ValueError:
+            return False
+        return known
+
+    owners: list[str | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_like):
+        if not is_like(node):
+            owners.append(None)
+            continue
+        for name, part in zip(names, treedef.flatten_up_to(node), strict=True):
+            owners += [name] * len(jax.tree.leaves(part))
+    return owners
 
 
 def path_patterns(name: str, given: Any) -> tuple[str, ...]:

@@ -349,6 +349,24 @@ def test_only_the_moments_of_what_stays_new_are_new(root, tmp_path):
         fz.restore(tmp_path, model, TX, plan, fresh=(re.compile("w"),))
 
 
+def test_several_moments_of_what_stays_new_are_new_too(tmp_path):
+    """A tuple for each parameter, behind its path; not those of all parameters in one array."""
+    plan, kept = tiny.plan(zero=3, data=2), optax.sm3(0.1)
+    model = fz.Model(({"w": np.ones((16, 3)), "v": np.ones((3, 27))}, {}), lambda p, b, batch, *_: (
+        jnp.mean((batch["x"] @ p["w"] @ p["v"] - batch["y"]) ** 2), b, {}))  # fmt: skip
+    for tx in (kept, optax.flatten(TX)):
+        state, _ = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), tiny.points())
+        fz.save(tmp_path / ("kept" if tx is kept else "flat"), state, plan)
+    was = dict(named_leaves(fz.restore(tmp_path / "kept", model, kept, plan).opt_state))
+    now = fz.restore(tmp_path / "kept", model, kept, plan, fresh=("w",)).opt_state
+    own = {path for path in was if "/w" in path}
+    assert own == {"0/mu/w/0", "0/mu/w/1", "0/nu/w"}
+    assert {path for path, leaf in named_leaves(now) if np.any(leaf != was[path])} == own
+    assert not any(np.any(leaf) for path, leaf in named_leaves(now) if path in own)
+    with pytest.raises(fz.CheckpointError, match=r"0/mu \[\d+\] holds values for all parameters"):
+        fz.restore(tmp_path / "flat", model, optax.flatten(TX), plan, fresh=("w",))
+
+
 def test_what_was_parked_by_hand_is_saved_and_replanned(states, tmp_path):
     plan, new = PLANS["zero 3"], tiny.plan(zero=1, data=2)
     state = states("zero 3")

@@ -7,6 +7,7 @@ how they shall be. Every leaf is then read shard by shard, straight into its sha
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from fzero.state.fingerprint import compare
 from fzero.state.init import compute_of, init, key_of, parked_field, parked_leaf, state_of
 from fzero.state.replan import averages_at
 from fzero.state.train_state import Pending, TrainState
-from fzero.tree import PyTree, map_named, named_leaves, owner_of
+from fzero.tree import PyTree, map_named, named_leaves, owner_of, owners_by_place
 
 
 # What may be taken out of a checkpoint.
@@ -216,6 +217,8 @@ class _StoredState:
             for field in OWNED if getattr(blue, field) is not None
             for split in flat_splits(getattr(blue, field))
         }  # fmt: skip
+        if fresh and "opt_state" in fields:
+            self._find_owners()
         paths = (path.partition("/") for path in about.leaves)
         self.params = {inner for field, _, inner in paths if field == "params"}
         self.wants = self._wants()
@@ -226,6 +229,28 @@ class _StoredState:
         """The name of a leaf in a checkpoint; a field may be a leaf itself."""
         bare = ("params" if field == "grads/sums" else field) in self.bare
         return field if bare else f"{field}/{path}"
+
+    def _find_owners(self) -> None:
+        """Finds whose moments those are that paths do not tell of.
+
+        Raises:
+            CheckpointError: one has those of all parameters.
+        """
+        params = trained(self.blue.params)
+        learned = [f"{split.path}/" for split in flat_splits(params)]
+        if not any(path.startswith(f"{root}/") for path in learned for root in self.fresh):
+            return
+        total = sum(math.prod(split.shape) for split in flat_splits(params))
+        places = owners_by_place(self.blue.shapes()["opt_state"], params)
+        for split, owner in zip(flat_splits(self.blue.opt_state), places, strict=True):
+            path, size = self._at("opt_state", split.path), math.prod(split.shape)
+            self.owners[path] = found = self.owners[path] or owner
+            if found is None and size >= total > 1 and jnp.issubdtype(split.dtype, jnp.floating):
+                raise CheckpointError(
+                    f"restore: {path} {list(split.shape)} holds values for all parameters at once,"
+                    f" so that nothing says which of them are of fresh={self.fresh}: leave the"
+                    " optimizer's state out, fields=('params', 'buffers')"
+                )
 
     def _require_roots(self, paths: Collection[str]) -> None:
         """Raises `CheckpointError` if what shall stay new is neither here nor there."""
