@@ -126,10 +126,7 @@ def save(
     require_alive(state, "save")
     require_arrays(state, "save")
     if not isinstance(plan, Plan):
-        raise PlanError(
-            f"save: expected an fz.Plan, got a {type(plan).__name__}; arguments are the path, the"
-            " state and its plan, in this order"
-        )
+        raise PlanError(f"save(path, state, plan): expected an fz.Plan, got {type(plan).__name__}")
     keep = keep.item() if isinstance(keep, np.integer) else keep
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
