@@ -346,3 +346,21 @@ def test_rows_may_have_random_keys_of_their_own():
         totals, counts = np.float64(by_hand).T
         want = totals.sum() / counts.sum() if right else (totals / counts).mean()
         np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_outputs_of_all_rows_count_no_filling(pipe):
+    """Copies of the first row were among those of all."""
+    centred = fz.Layer("centred", None, lambda p, x, ctx: x - fz.all_rows(x).mean(0))
+    first = fz.Layer("w", lambda key: jnp.eye(12), lambda w, batch, ctx: batch["x"] @ w)
+    model = fz.Sequential([first, centred], loss=lambda x, batch: jnp.mean(x))
+    plan, devices = tiny.plan(data=2, pipe=pipe, microbatches=pipe), jax.devices()[: 2 * pipe]
+    predict = fz.predict_step(model, plan, devices=devices)
+    state = fz.init(model, None, plan, devices=devices)
+    x = BATCH["x"][:6]
+    np.testing.assert_allclose(predict(state, {"x": x}), x - x.mean(0), atol=1e-6)
+    with pytest.raises(fz.BatchError, match=r"5 rows, filled up to 6, .*multiple of 2 rows;.*mask"):
+        predict(state, {"x": x[:5]})
+    again = fz.predict_step(model, plan, devices=devices)
+    with pytest.raises(fz.BatchError, match="5 rows, filled up to 6"):
+        again(state, {"x": x[:5]})

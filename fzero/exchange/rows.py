@@ -40,6 +40,15 @@ def told_rows(own: int, every: int) -> AbstractContextManager[None]:
     return set_within(_TOLD, (own, every))
 
 
+# Where it is noted that a program that is being traced has the rows of all.
+_NOTED: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("noted", default=None)
+
+
+def noted(found: list[bool]) -> AbstractContextManager[None]:
+    """While this is open, a use of `all_rows` is noted in a list."""
+    return set_within(_NOTED, found)
+
+
 def all_rows(rows: PyTree) -> PyTree:
     """The rows of all devices, in the order of the batch, on each of them.
 
@@ -74,8 +83,10 @@ def all_rows(rows: PyTree) -> PyTree:
 
     Source: jax.lax.all_gather, whose derivative is a reduce-scatter.
     """
-    axes, told = row_axes(), _TOLD.get()
+    axes, told, found = row_axes(), _TOLD.get(), _NOTED.get()
     _require_rows(rows, "all_rows")
+    if found is not None:
+        found.append(True)
 
     def gathered(leaf: Any) -> jax.Array:
         if axes:

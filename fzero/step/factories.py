@@ -138,7 +138,8 @@ def predict_step(
             only one function does and the plan is a pipeline.
         StateError: (when called) the state is not one of this model and plan, or an output has
             another number of rows.
-        BatchError: (when called) leaves have different numbers of rows.
+        BatchError: (when called) leaves have different numbers of rows, or the outputs need the
+            rows of all (`fz.all_rows`) of a batch that does not divide.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, fzero as fz

@@ -11,12 +11,14 @@ import jax
 
 from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.compat import outside_of_meshes
-from fzero.errors import PlanError, StateError
+from fzero.errors import BatchError, PlanError, StateError
+from fzero.exchange.rows import noted
 from fzero.offload.stream import StreamedFunction
 from fzero.processes import copied
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.homes import stages_of_outputs
+from fzero.sharding.initial import memo
 from fzero.sharding.split import flat_splits
 from fzero.state import compute_copy
 from fzero.state.comparison import check_finite
@@ -376,6 +378,8 @@ class PredictStep(_ReadingStep):
             stages = stages_of_outputs(blue.stages, blue.model)
             blue = dataclasses.replace(blue, stages=stages)
         super().__init__(blue, "predict_step", which)
+        # Of the model, not of this step: what a user compiled is not traced again for another step.
+        self._of_all: list[bool] = memo(blue.model).setdefault("outputs of all rows", [])
 
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
@@ -389,7 +393,15 @@ class PredictStep(_ReadingStep):
         with self._checks.running(state, batch, outputs=True):
             found = self._program(*self._arguments(state), self.passes.place(full))
         real = int(mask.sum())
-        return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)
+        if real == len(mask):
+            return found
+        if self._of_all:
+            raise BatchError(
+                f"predict_step: {real} rows, filled up to {len(mask)}, of which fz.all_rows has the"
+                f" filling too: expected a multiple of {group.data * group.replica} rows; fill them"
+                " up yourself (fz.pad_batch) and give the mask along, to count what is real"
+            )
+        return jax.tree.map(lambda x: x[:real], found)
 
     def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
         self._traced()
@@ -397,7 +409,8 @@ class PredictStep(_ReadingStep):
 
     def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
         step, rng = at
-        return self.passes.outputs(kept, buffers, batch.at(step), rng)
+        with noted(self._of_all):
+            return self.passes.outputs(kept, buffers, batch.at(step), rng)
 
 
 def _recast(state: TrainState, blue: Blueprint) -> TrainState:
