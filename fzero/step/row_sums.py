@@ -4,8 +4,8 @@ Each device computes the loss of its own rows of a microbatch, and a step adds t
 compares rows with each other, or that is no sum over them (a ratio of sums, a root of one), is
 another number there than on one device. So the loss is traced once more, with a number of rows by
 which dims of rows are known, and its values are followed. Where rows go ways that are not known
-here (loops, sorting), nothing is said; nor where statistics of rows come back to rows, as in a
-batch norm, which is per device as anywhere.
+here (loops, sorting, slices, shifts), nothing is said; nor where statistics of rows come back to
+rows, as in a batch norm, which is per device as anywhere.
 """
 
 from __future__ import annotations
