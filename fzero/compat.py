@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
@@ -162,15 +161,6 @@ def to_host(value: jax.Array) -> jax.Array:
 def is_on_host(value: jax.Array) -> bool:
     """Inside jit, whether a value is in pinned host memory."""
     return jax.typeof(value).memory_space == jax.memory.Space.Host
-
-
-def row_major(value: jax.Array) -> jax.Array:
-    """Pins an array's memory layout to row-major.
-
-    Otherwise the compiler picks one that suits where the array comes from, and on the CPU backend a
-    matmul adds in another order for another layout.
-    """
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 def traced_platform() -> str:

@@ -147,7 +147,7 @@ class Rules:
         return found
 
     def _ready(self, whole: jax.Array) -> jax.Array:
-        return bits.row_major(bits.fence(whole), self.group) if self.fenced else whole
+        return bits.fence(whole) if self.fenced else whole
 
     def secondary_shard(self, split: Split, whole: jax.Array) -> jax.Array | None:
         """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
