@@ -52,8 +52,24 @@ class Inference(Two):
         return self.b(x) + y.clone() + self.features(x).clone()
 
 
-def test_inference_mode_has_no_gradients() -> None:
-    check_parity(Inference(), X)
+class SwitchedOn(Two):
+    """Gradients are switched on within inference mode, which goes on to track none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            with torch.enable_grad():
+                y = self.a(x)
+            slope = torch.func.grad(lambda v: self.a(v).square().sum())(x)
+            torch.set_grad_enabled(True)
+            z = self.a(x)
+            with torch.inference_mode(False):
+                tracked = self.b(x)
+        return self.b(x) + tracked + y.clone() + z.clone() + slope.clone()
+
+
+@pytest.mark.parametrize("kind", [Inference, SwitchedOn])
+def test_inference_mode_has_no_gradients(kind: type[Two]) -> None:
+    check_parity(kind(), X)
 
 
 class ScalesGradient(Two):

@@ -128,7 +128,7 @@ def _grad_and_value(
 ) -> tuple[Any, Any]:
     """What stands for `torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`."""
     args, chosen = _own_copies(args, argnums)
-    with torch.enable_grad():
+    with torch.inference_mode(False):  # whatever stands around it, as in PyTorch
         given = func(*args, **kwargs)
         out = given[0] if has_aux else given
         if not isinstance(out, torch.Tensor) or out.ndim:
@@ -149,7 +149,7 @@ def _vjp(
     primals, chosen = _own_copies(
         primals, tuple(range(len(primals))) if argnums is None else argnums
     )
-    with torch.enable_grad():
+    with torch.inference_mode(False):
         given = func(*primals)
     out, aux = given if has_aux else (given, None)
     leaves, spec = pytree.tree_flatten(chosen)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from fzero.errors import ConversionError
+from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 
 
 _REMEDY = (
@@ -51,16 +52,11 @@ def refuse_hooks(module: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def watch_gradients() -> Iterator[None]:
     """While a module is exported: hooks on tensors raise, inference mode is `no_grad`."""
-    kind = torch.inference_mode
-    register, enter, leave = torch.Tensor.register_hook, kind.__enter__, kind.__exit__
-    entered: list[Any] = []
+    register = torch.Tensor.register_hook
     exporting = threading.get_ident()
 
-    def elsewhere() -> bool:
-        return threading.get_ident() != exporting
-
     def refuse(self: torch.Tensor, hook: Any) -> Any:
-        if elsewhere():  # another thread trains meanwhile
+        if threading.get_ident() != exporting:  # another thread trains meanwhile
             return register(self, hook)  # type: ignore[no-untyped-call]
         frame = sys._getframe(1)
         raise ConversionError(
@@ -68,20 +64,46 @@ def watch_gradients() -> Iterator[None]:
             f' "{frame.f_code.co_filename}", line {frame.f_lineno}\n  {_REMEDY}'
         )
 
-    def enter_region(self: Any) -> Any:
-        if elsewhere():
-            return enter(self)
-        entered.append(torch.set_grad_enabled(not self.mode))
-
-    def leave_region(self: Any, *error: Any) -> Any:
-        if elsewhere():
-            return leave(self, *error)
-        entered.pop().__exit__(*error)
-
     torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
-    kind.__enter__, kind.__exit__ = enter_region, leave_region  # type: ignore[method-assign]
     try:
-        yield
+        with replaced(_inference_as_no_grad()):
+            yield
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
-        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def _inference_as_no_grad() -> tuple[StandIn, ...]:
+    """Inference mode as a region under `no_grad`, in which nothing switches gradients on again.
+
+    What PyTorch computes there has no gradient, whatever `enable_grad` says.
+    """
+    entered: list[tuple[bool, bool]] = []  # for each region: its mode, and what was on before it
+
+    def allowed(mode: bool) -> bool:
+        return mode and not (entered and entered[-1][0])
+
+    def enter_region(self: Any) -> None:
+        entered.append((self.mode, torch.is_grad_enabled()))
+        torch._C._set_grad_enabled(not self.mode)
+
+    def leave_region(self: Any, *_: Any) -> None:
+        torch._C._set_grad_enabled(entered.pop()[1])
+
+    def switch_on(self: Any) -> None:
+        self.prev = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(allowed(True))
+
+    def make(self: Any, mode: bool) -> None:
+        self.prev, self.mode = torch.is_grad_enabled(), mode
+        torch._C._set_grad_enabled(allowed(mode))
+
+    def switch(self: Any) -> None:
+        torch._C._set_grad_enabled(allowed(self.mode))
+
+    return (
+        (torch.inference_mode, "__enter__", enter_region),
+        (torch.inference_mode, "__exit__", leave_region),
+        (torch.enable_grad, "__enter__", switch_on),
+        (torch.set_grad_enabled, "__init__", make),
+        (torch.set_grad_enabled, "__enter__", switch),
+    )
