@@ -103,8 +103,32 @@ def test_a_tensor_attribute_without_values_is_refused() -> None:
     shift = module.shift
     del module.shift
     module.shift = shift
-    with pytest.raises(fz.ConversionError, match=r"`shift`.*`meta` device.*register_buffer"):
+    said = r"`shift`.*`meta` device.*register_buffer.*\n  at: .*self.linear\(x\) \+ self.shift"
+    with pytest.raises(fz.ConversionError, match=said):
         tb.convert(module, torch.zeros((2, 3), device="meta"))
+
+
+class OfNumbers(torch.nn.Module):
+    """Makes tensors of Python's numbers where its input is, in every way that PyTorch has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0], device=x.device) * torch.asarray(2, device=x.device)
+        rows = torch.tensor(x.shape[0], device=x.device) + torch.as_tensor(0.5, device=x.device)
+        other = x.new_tensor([[4, 5, 6]]) + x.new([7, 8, 9])
+        x = x[:, [2, 0, 1]] * scale + rows + other + x[[1]]
+        x[:, [0]] = 5.0
+        return x
+
+
+def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:
+    converted = tb.convert(OfNumbers(), torch.zeros((4, 3), device="meta"), train=False)
+    for rows in (4, 2):
+        x = torch.linspace(-1, 1, rows * 3).reshape(rows, 3)
+        np.testing.assert_array_equal(converted(x), OfNumbers()(x))
+    scaled = torch.nn.Identity()
+    scaled.forward = lambda x: x * torch.tensor(2.0, device=x.device).item()  # type: ignore
+    with pytest.raises(fz.ConversionError, match="no value to ask for"):
+        tb.convert(scaled, torch.zeros((4, 3), device="meta"))
 
 
 MEMORY = """

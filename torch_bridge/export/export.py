@@ -42,7 +42,10 @@ from torch_bridge.export.watch.attribute_caches import (
     made_while_traced,
     returned_as_well,
 )
-from torch_bridge.export.watch.constants import refuse_nameless
+from torch_bridge.export.watch.constants import (
+    refuse_nameless,
+    refuse_without_values,
+)
 from torch_bridge.export.watch.draws import Draws, set_draws
 from torch_bridge.export.watch.forward import (
     PythonState,
@@ -252,6 +255,7 @@ def _export_pure(
     try:
         with watch_state(module) as states:
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
+        refuse_without_values(program)
         after = states[-1] if states else before
         before.require_no_more_tensors(after)
         changed, drew = before.changed(after), before.drew_numbers(after)

@@ -124,7 +124,9 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
             if spec.arg.name in used:
                 (params if leaf.is_param else buffers)[spec.arg.name] = leaf.name
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[spec.arg.name] = _constant(program, str(spec.target), spec.arg.name in wide)
+            if spec.arg.name in used:
+                exact = spec.arg.name in wide
+                constants[spec.arg.name] = _constant(program, str(spec.target), exact)
         else:
             raise ConversionError(
                 f"the module holds a {spec.kind.name}, which has no JAX form: keep tensors, numbers"
@@ -225,12 +227,6 @@ def _constant(
     """A constant as JAX holds it, or with all of its bits."""
     value = program.constants[name]
     assert isinstance(value, torch.Tensor)
-    if value.is_meta:
-        raise ConversionError(
-            f"the forward reads the tensor `{name}`, which is neither parameter nor buffer and has"
-            " no value on the `meta` device. Make it a buffer (register_buffer), which a checkpoint"
-            " or tb.convert(..., buffers=...) gives, or convert on the CPU"
-        )
     return to_numpy(value) if exact else to_host(value)
 
 

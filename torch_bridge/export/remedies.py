@@ -77,6 +77,10 @@ _DEVICES = (
     "Tensors that meet in a forward have to be on one device: bring the example to the module's,"
     ' x.to(device); to that of a module without values, x.to("meta").'
 )
+_NO_VALUE = (
+    "On the `meta` device a tensor has no value to ask for (.item(), float(), if): ask the Python"
+    " number that it is made of, or convert a module on the CPU."
+)
 
 # What PyTorch says of dtypes that it does not compute in, or not together.
 _OF_DTYPES = re.compile(
@@ -134,6 +138,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         return _CONSTANT
     if "on the same device" in text:
         return _DEVICES
+    if re.search(r"Cannot cast tensor\(.*\) to number", text):
+        return _NO_VALUE
     if _OF_DTYPES.search(text):
         return _DTYPES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]

@@ -20,6 +20,7 @@ from torch.nn.utils import rnn
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
+from torch_bridge.export.stand_ins.literals import read
 from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 
 
@@ -206,7 +207,7 @@ class PackedSequences:
         if packed is not None and isinstance(index, int) and index == 0:
             return packed.padded.shape[1]  # every row has a first position
         self.require_unread(torch.Tensor.__getitem__, (input, index))
-        return torch.Tensor.__getitem__(input, index)
+        return read(input, index)
 
     def _layer(self, function: Any, kind: str) -> Callable[..., Any]:
         def layer(data: Any, sizes: Any, *rest: Any) -> Any:

@@ -26,6 +26,7 @@ from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
+from torch_bridge.export.stand_ins.literals import LITERALS, OF_SIZES
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
 from torch_bridge.export.stand_ins.random_numbers import (
@@ -44,6 +45,7 @@ _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _TABLE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: record_grad,
     torch.Tensor.random_: drawn_whole,
+    **LITERALS,
 }
 
 
@@ -114,6 +116,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
         *RANDOM_NUMBERS,
+        OF_SIZES,
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.

@@ -7,7 +7,7 @@ trained or loaded values would not be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.export.graph_signature import InputKind
@@ -32,23 +32,49 @@ def refuse_nameless(
     for name, tensor in tensors:
         if (memory := _memory(tensor)) is not None:
             names.setdefault(memory, name)
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.CONSTANT_TENSOR or not nodes[spec.arg.name].users:
-            continue
-        value = program.constants[str(spec.target)]
-        assert isinstance(value, torch.Tensor)
+    for target, value, reader in _read_constants(program):
         shared = names.get(_memory(value) or 0)
         if shared is None and not value.requires_grad:
             continue
-        reader = next(iter(nodes[spec.arg.name].users))
-        what = f"`{shared}`, but not by this name" if shared else f"`{spec.target}`"
+        what = f"`{shared}`, but not by this name" if shared else f"`{target}`"
         raise ConversionError(
             f"{module_path(reader)} reads {what}, which export makes a constant: no gradient would"
             f" reach it, nor any later value.\n  at: {source_line(reader)}\n  Read weights as"
             " attributes of their module (not from a list, a dict or a detached copy), keep what"
             " is learnt as a torch.nn.Parameter, and compute with it in forward."
         )
+
+
+def refuse_without_values(program: torch.export.ExportedProgram) -> None:
+    """Refuse constants on the `meta` device.
+
+    Args:
+        program: an exported program.
+
+    Raises:
+        ConversionError: says which tensor is read, where, and what to do.
+    """
+    for name, value, reader in _read_constants(program):
+        if value.device.type == "meta":
+            raise ConversionError(
+                f"{module_path(reader)} reads the tensor `{name}`, which is neither parameter nor"
+                " buffer and has no value on the `meta` device. Make it a buffer (register_buffer),"
+                " which a checkpoint or tb.convert(..., buffers=...) gives; make what is computed"
+                " of Python numbers in forward, with torch.tensor; or convert on the CPU"
+                f"\n  at: {source_line(reader)}"
+            )
+
+
+def _read_constants(
+    program: torch.export.ExportedProgram,
+) -> Iterator[tuple[str, torch.Tensor, torch.fx.Node]]:
+    """The name, the value and the first reader of each constant of a graph that is read."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR and nodes[spec.arg.name].users:
+            value = program.constants[str(spec.target)]
+            assert isinstance(value, torch.Tensor)
+            yield str(spec.target), value, next(iter(nodes[spec.arg.name].users))
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
