@@ -410,6 +410,50 @@ def test_a_tensor_attribute_that_is_set_anew_is_not_frozen() -> None:
         tb.convert(Running(), X)
 
 
+RUNNING = torch.zeros(())
+
+
+def tensor_in_object() -> Callable[[], torch.Tensor]:
+    held = types.SimpleNamespace(value=torch.zeros(()))
+
+    def step() -> torch.Tensor:
+        held.value = held.value + 1
+        return held.value
+
+    return step
+
+
+def tensor_in_closure() -> Callable[[], torch.Tensor]:
+    value = torch.zeros(())
+
+    def step() -> torch.Tensor:
+        nonlocal value
+        value = value + 1
+        return value
+
+    return step
+
+
+def tensor_in_global() -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        global RUNNING
+        RUNNING = RUNNING + 1
+        return RUNNING
+
+    return step
+
+
+@pytest.mark.parametrize("made", [tensor_in_object, tensor_in_closure, tensor_in_global])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_tensor_that_is_set_anew_in_no_module_is_refused_by_line(
+    made: Callable[[], Any], train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "RUNNING", torch.zeros(()))
+    said = r"eval forward depends on tensors that an earlier call computed.*\n  at: .*test_guards"
+    with pytest.raises(ConversionError, match=said + r".*\n.*register_buffer"):
+        tb.convert(Depends(made()), X, train=train)
+
+
 class Idle(nn.Module):
     """Draws and counts, and computes with neither."""
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._export import config as export_config
 from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
@@ -43,6 +44,7 @@ from torch_bridge.export.watch.attribute_caches import (
     returned_as_well,
 )
 from torch_bridge.export.watch.constants import (
+    line_that_reads_earlier,
     refuse_nameless,
     refuse_without_values,
 )
@@ -255,6 +257,8 @@ def _export_pure(
     try:
         with watch_state(module) as states:
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
+        if (line := line_that_reads_earlier(program)) is not None:
+            refuse_python_state([], [], mode, line, kept=True)
         refuse_without_values(program)
         after = states[-1] if states else before
         before.require_no_more_tensors(after)
@@ -334,9 +338,12 @@ def _require_same(
     if again is None or not same_program(first.program, again):
         if drew and not changed:
             refuse_python_random(mode)
-        line = None if again is None else first_difference(first.program, again)
+        line = None if again is None else line_that_reads_earlier(again)
+        kept = line is not None
+        if again is not None and not kept:
+            line = first_difference(first.program, again)
         moved = before.moved(states[-1]) if states else []
-        refuse_python_state(changed, moved, mode, line)
+        refuse_python_state(changed, moved, mode, line, kept)
     return states[-1] if states else None
 
 
@@ -349,7 +356,9 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions, watch_gradients(), stand_ins(module):
+    # What an earlier call left in an object is said by this package.
+    tolerant = export_config.patch(error_on_lifted_constant_tensors=False)
+    with watch_functions() as functions, watch_gradients(), stand_ins(module), tolerant:
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:

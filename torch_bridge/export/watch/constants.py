@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from fzero.errors import ConversionError
@@ -63,6 +64,13 @@ def refuse_without_values(program: torch.export.ExportedProgram) -> None:
                 " of Python numbers in forward, with torch.tensor; or convert on the CPU"
                 f"\n  at: {source_line(reader)}"
             )
+
+
+def line_that_reads_earlier(program: torch.export.ExportedProgram) -> str | None:
+    """The line that reads a tensor which an earlier trace has computed; None where none does."""
+    found = (n for _, value, n in _read_constants(program) if isinstance(value, FakeTensor))
+    reader = next(found, None)
+    return None if reader is None else source_line(reader)
 
 
 def _read_constants(

@@ -367,7 +367,11 @@ def warn_of_caches(names: list[tuple[str, str]]) -> None:
 
 
 def refuse_python_state(
-    names: list[tuple[str, str]], moved: list[str], mode: str, line: str | None
+    names: list[tuple[str, str]],
+    moved: list[str],
+    mode: str,
+    line: str | None,
+    kept: bool = False,
 ) -> None:
     """Say that a forward depends on Python values that it changes.
 
@@ -376,6 +380,7 @@ def refuse_python_state(
         moved: what else it counts in, in words.
         mode: "train" or "eval".
         line: where the graph of the next call is another one, if it has one.
+        kept: whether it reads a tensor there that an earlier call has computed.
 
     Raises:
         ConversionError: always, with the names.
@@ -384,6 +389,9 @@ def refuse_python_state(
     what = (
         f"Python attributes that it changes itself: {listed}"
         if names
+        else "tensors that an earlier call computed and left outside of its modules (in an object,"
+        " a closure or a global)"
+        if kept
         else f"Python values that it changes itself: {', '.join(sorted(moved))}"
         if moved
         else "Python values that it changes itself (a counter in an object or an array, an"
