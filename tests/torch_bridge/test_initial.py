@@ -113,7 +113,7 @@ class OfNumbers(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.tensor([1.0, 2.0, 3.0], device=x.device) * torch.asarray(2, device=x.device)
-        rows = torch.tensor(x.shape[0], device=x.device) + torch.as_tensor(0.5, device=x.device)
+        rows = torch.tensor(x.shape[0], device=x.device) + torch.as_tensor(0.5)
         other = x.new_tensor([[4, 5, 6]]) + x.new([7, 8, 9])
         x = x[:, [2, 0, 1]] * scale + rows + other + x[[1]]
         x[:, [0]] = 5.0
@@ -121,7 +121,8 @@ class OfNumbers(torch.nn.Module):
 
 
 def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:
-    converted = tb.convert(OfNumbers(), torch.zeros((4, 3), device="meta"), train=False)
+    with torch.device("meta"):
+        converted = tb.convert(OfNumbers(), torch.zeros(4, 3), train=False)
     for rows in (4, 2):
         x = torch.linspace(-1, 1, rows * 3).reshape(rows, 3)
         np.testing.assert_array_equal(converted(x), OfNumbers()(x))

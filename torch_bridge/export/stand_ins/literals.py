@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from torch_bridge.export.stand_ins.replacement import StandIn
 
@@ -18,13 +20,20 @@ def _with_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     """A function that makes a tensor of what is not one, where its argument `device` says."""
 
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        device = torch.get_default_device() if device is None else torch.device(device)
+        given = kwargs.get("device")
+        device = _default_device() if given is None else torch.device(given)
         if device.type != "meta" or any(map(_is_tensor, (*args, *kwargs.values()))):
             return function(*args, **kwargs)
         return function(*args, **{**kwargs, "device": "cpu"}).to(device)
 
     return made
+
+
+def _default_device() -> torch.device:
+    """As PyTorch's own says it, which makes a tensor to know it: that would be in the graph."""
+    modes = reversed(_get_current_function_mode_stack())
+    found = (mode.device for mode in modes if isinstance(mode, DeviceContext))
+    return next(found, torch.device("cpu"))
 
 
 def _new_tensor(
