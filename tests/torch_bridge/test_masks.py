@@ -100,6 +100,22 @@ class OneRow(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, seen)
 
 
+class Sloped(nn.Module):
+    """A bias of each example in a memory of their own, read by views and strides (ALiBi)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length = x.shape[:2]
+        bias = -0.5 * torch.arange(length).repeat(rows, 1)
+        strided = torch.as_strided(bias, (rows, 1, 1, length), (length, 1, 1, 1)).clone()
+        q = (x @ self.weight)[:, None]
+        bias = bias.view(-1).view(rows, 1, 1, length) + strided
+        return F.scaled_dot_product_attention(q, q, q, bias)
+
+
 def attentions(converted: tb.Converted) -> list[Op]:
     ops = converted._modes[False].graph.ops
     return [op for op in ops if op.operator == ATTENTION]
@@ -113,8 +129,9 @@ def attentions(converted: tb.Converted) -> list[Op]:
         (Prefixed(None, prefix=2), True, [None, None]),
         (Prefixed(4, per_example=True), False, []),
         (OneRow(), True, [None, None]),
+        (Sloped(), True, [None, None]),
     ],
-    ids=["causal", "window", "prefix", "data", "one_row"],
+    ids=["causal", "window", "prefix", "data", "one_row", "sloped"],
 )
 def test_values_are_torchs_whatever_the_mask(
     module: nn.Module, folded: bool, patterns: list[Pattern | None]

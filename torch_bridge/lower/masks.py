@@ -40,6 +40,8 @@ _POINTWISE = (
     "aten.where.",
     "aten.masked_fill.",
 )
+# These go by where elements lie in memory: after one another, in the graph.
+_OF_MEMORY = ("aten.view.", "aten.as_strided.")
 
 
 @dataclass(frozen=True)
@@ -362,6 +364,8 @@ def _call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Ten
     """One operator; what is the same along a dim is computed and stored once."""
     elementwise = torch.Tag.pointwise in target.tags or str(target).startswith(_POINTWISE)
     if not elementwise:
+        if str(target).startswith(_OF_MEMORY):
+            args = (args[0].contiguous(), *args[1:])
         result: torch.Tensor = target(*args, **kwargs)
         return _collapsed(result)
     shape = torch.broadcast_shapes(*(x.shape for x in _tensors((args, kwargs))))
