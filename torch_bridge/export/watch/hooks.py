@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from fzero.errors import ConversionError
-from torch_bridge.export.stand_ins.replacement import StandIn, replaced
+from torch_bridge.export.replacement import StandIn, replaced
 
 
 _REMEDY = (
