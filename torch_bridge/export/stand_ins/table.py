@@ -27,6 +27,7 @@ from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
+from torch_bridge.export.stand_ins.inference_mode import inference_as_no_grad
 from torch_bridge.export.stand_ins.literals import LITERALS, OF_SIZES
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
@@ -117,6 +118,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (Distribution, "__init__", unchecked),
         *RANDOM_NUMBERS,
         OF_SIZES,
+        *inference_as_no_grad(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.

@@ -1,7 +1,7 @@
-"""Gradients that PyTorch changes on their way: hooks, and regions in inference mode.
+"""Gradients that PyTorch changes on their way: hooks.
 
 torch.export keeps operators only. A hook that scales or masks a gradient would be gone, so it is
-refused; a region in inference mode, which has no gradients, is traced as one under `no_grad`.
+refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import StandIn, replaced
 
 
 _REMEDY = (
@@ -51,7 +50,7 @@ def refuse_hooks(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def watch_gradients() -> Iterator[None]:
-    """While a module is exported: hooks on tensors raise, inference mode is `no_grad`."""
+    """While a module is exported: hooks on tensors raise."""
     register = torch.Tensor.register_hook
     exporting = threading.get_ident()
 
@@ -66,44 +65,6 @@ def watch_gradients() -> Iterator[None]:
 
     torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
     try:
-        with replaced(_inference_as_no_grad()):
-            yield
+        yield
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
-
-
-def _inference_as_no_grad() -> tuple[StandIn, ...]:
-    """Inference mode as a region under `no_grad`, in which nothing switches gradients on again.
-
-    What PyTorch computes there has no gradient, whatever `enable_grad` says.
-    """
-    entered: list[tuple[bool, bool]] = []  # for each region: its mode, and what was on before it
-
-    def allowed(mode: bool) -> bool:
-        return mode and not (entered and entered[-1][0])
-
-    def enter_region(self: Any) -> None:
-        entered.append((self.mode, torch.is_grad_enabled()))
-        torch._C._set_grad_enabled(not self.mode)
-
-    def leave_region(self: Any, *_: Any) -> None:
-        torch._C._set_grad_enabled(entered.pop()[1])
-
-    def switch_on(self: Any) -> None:
-        self.prev = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(allowed(True))
-
-    def make(self: Any, mode: bool) -> None:
-        self.prev, self.mode = torch.is_grad_enabled(), mode
-        torch._C._set_grad_enabled(allowed(mode))
-
-    def switch(self: Any) -> None:
-        torch._C._set_grad_enabled(allowed(self.mode))
-
-    return (
-        (torch.inference_mode, "__enter__", enter_region),
-        (torch.inference_mode, "__exit__", leave_region),
-        (torch.enable_grad, "__enter__", switch_on),
-        (torch.set_grad_enabled, "__init__", make),
-        (torch.set_grad_enabled, "__enter__", switch),
-    )
