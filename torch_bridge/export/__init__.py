@@ -2,7 +2,7 @@
 
 - `export` makes one graph of a module in each `mode`, from an `example`; `trace` keeps what torch
   knew about its values, `origins` where they come from, `shapes` which sizes they may have.
-- `stand_ins`: what torch.export cannot trace stands in another form meanwhile (`replacement`).
+- `stand_ins`: what torch.export cannot trace stands in another form meanwhile.
 - `watch`: what it would lose without a word is found; `remedies` says what to write instead.
 - `graph`: the graph is put right.
 - `interpret` evaluates it by JAX; so gradients say which parameters they `reach`.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import as_class
+from torch_bridge.export.stand_ins.replacement import as_class
 from torch_bridge.lightning.hooks import own_method
 
 

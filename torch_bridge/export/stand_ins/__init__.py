@@ -3,8 +3,8 @@
 - `table`: functions of PyTorch and what stands for each, entered with all others here.
 - Layers: `packed_sequences`, `synchronized_norms`, `state_spaces`, `causal_masks`, `adapters`,
   mixtures of experts (`experts`, `older_experts`; `capacity`: what each of them takes).
-- `literals`: tensors of Python's numbers on meta, which have values here.
 - `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
 - `inference_mode`: regions without gradients. `literals`: numbers of Python on the `meta` device.
 - `embedding_norms`: embeddings that scale their weight as they are read (`max_norm=`).
+- `replacement`: attributes that are others for a while.
 """

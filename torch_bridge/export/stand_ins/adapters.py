@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.export.replacement import StandIn, imported, replaced
+from torch_bridge.export.stand_ins.replacement import StandIn, imported, replaced
 
 
 _LOHA, _LOKR = "peft.tuners.loha.layer", "peft.tuners.lokr.layer"

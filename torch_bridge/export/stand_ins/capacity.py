@@ -17,7 +17,7 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.links import Mean
-from torch_bridge.export.replacement import as_class
+from torch_bridge.export.stand_ins.replacement import as_class
 
 
 METRIC = "dropped"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.replacement import imported, replaced
+from torch_bridge.export.stand_ins.replacement import imported, replaced
 from torch_bridge.export.watch.questions import TracedBranchWarning
 
 

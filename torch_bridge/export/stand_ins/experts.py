@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.replacement import (
+from torch_bridge.export.stand_ins.capacity import within_capacity
+from torch_bridge.export.stand_ins.replacement import (
     StandIn,
     imported,
     replaced,
     transformers_modules,
 )
-from torch_bridge.export.stand_ins.capacity import within_capacity
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

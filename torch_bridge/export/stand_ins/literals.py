@@ -13,7 +13,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from torch_bridge.export.replacement import StandIn
+from torch_bridge.export.stand_ins.replacement import StandIn
 
 
 def _with_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

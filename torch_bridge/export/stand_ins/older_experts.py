@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replacement import StandIn, imported, replaced
+from torch_bridge.export.stand_ins.replacement import StandIn, imported, replaced
 
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"

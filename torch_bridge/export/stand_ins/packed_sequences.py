@@ -20,8 +20,8 @@ from torch.nn.utils import rnn
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import StandIn, replaced
 from torch_bridge.export.stand_ins.literals import read
+from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

@@ -16,7 +16,7 @@ import torch
 from torch.distributions import Dirichlet, Gamma
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import StandIn
+from torch_bridge.export.stand_ins.replacement import StandIn
 
 
 _NOBODYS = 0x3D6A_91C7_0E52_B84F  # a seed that no forward has

@@ -21,7 +21,7 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import replaced
+from torch_bridge.export.stand_ins.replacement import replaced
 
 
 SLOPES = "torch_bridge.slopes.default"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replacement import StandIn, replaced, transformers_modules
+from torch_bridge.export.stand_ins.replacement import StandIn, replaced, transformers_modules
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

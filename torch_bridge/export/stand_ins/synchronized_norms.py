@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import SyncBatchNorm
 
-from torch_bridge.export.replacement import replaced
+from torch_bridge.export.stand_ins.replacement import replaced
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")

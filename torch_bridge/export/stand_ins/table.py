@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
-from torch_bridge.export.replacement import StandIn, replaced
 from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
@@ -37,6 +36,7 @@ from torch_bridge.export.stand_ins.random_numbers import (
     refuse_own_generator,
     unseeded,
 )
+from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
 from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
 from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_norms
