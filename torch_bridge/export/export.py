@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._export import config as export_config
 from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
@@ -356,9 +355,7 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    # What an earlier call left in an object is said by this package.
-    tolerant = export_config.patch(error_on_lifted_constant_tensors=False)
-    with watch_functions() as functions, watch_gradients(), stand_ins(module), tolerant:
+    with watch_functions() as functions, watch_gradients(), stand_ins(module), _tolerant():
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
@@ -374,6 +371,17 @@ def _export_most_dynamic(
     assert last is not None
     args, kwargs = inputs
     raise ConversionError(_explain(last, mode, module, None if kwargs else args)) from last
+
+
+def _tolerant() -> contextlib.AbstractContextManager[Any]:
+    """What an earlier call left in an object is said by this package, and not by PyTorch."""
+    try:
+        from torch._export import config
+    except ImportError:  # older than that error
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any]
+    found = config.patch(error_on_lifted_constant_tensors=False)
+    return found
 
 
 def _dynamic_shapes(
