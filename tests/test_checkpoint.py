@@ -153,7 +153,7 @@ def test_what_is_edited_by_hand_is_looked_at(states, tmp_path):
     with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .* damaged: .* has no plan"):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
     file.write_text(json.dumps({**meta, "plan": {**meta["plan"], "zero": 7}}))
-    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .*: its plan is none: .*zero"):
+    with pytest.raises(fz.CheckpointError, match=r"the plan of checkpoint 0 in .* is none: .*zero"):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
     with pytest.raises(fz.CheckpointError, match=r"number='0': expected a whole number"):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number="0")
@@ -396,8 +396,8 @@ def test_refusals(states, tmp_path):
         fz.restore(tmp_path, tiny.chain(4), TX, plan)
     with pytest.raises(fz.PlanError, match=r"save\(path, state, plan\): expected an fz.Plan"):
         fz.save(tmp_path, states("zero 3"), None)
-    for keep in (0, "2", 1.5, np.int64(0)):
-        with pytest.raises(fz.CheckpointError, match=f"keep={keep}: expected at least 1|keep='2'"):
+    for keep, shown in ((0, "0"), ("2", "'2'"), (1.5, "1.5"), (np.int64(0), "0")):
+        with pytest.raises(fz.CheckpointError, match=f"keep={shown}: expected at least 1"):
             fz.save(tmp_path, states("zero 3"), plan, keep=keep)
     ordered = states("zero 3").replace(rows=(("blocks", (2, 0, 1)),))
     with pytest.raises(fz.CheckpointError, match="it is a pipeline's, the plan has none"):

@@ -68,7 +68,8 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         Its step, plan, data position, and the shapes of its leaves.
 
     Raises:
-        CheckpointError: there is none, or another version of fzero wrote it.
+        CheckpointError: there is none, `number` or what it says of its plan is none, or another
+            version of fzero wrote it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, fzero as fz
@@ -91,7 +92,13 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         )
     number = found[-1] if number is None else number
     meta = read_meta(folder, number)
-    plan = _plan_of(meta, f"checkpoint {number} in {folder}")
+    try:
+        plan = _plan_of(meta)
+    except FzeroError as error:
+        raise CheckpointError(
+            f"restore: the plan of checkpoint {number} in {folder} is none: {error}"
+            f"{instead(folder, number)}"
+        ) from error
     return Checkpoint(
         folder, number, meta["step"], plan, meta["data_position"],
         {path: (tuple(shape), dtype) for path, (shape, dtype) in meta["leaves"].items()},
@@ -207,15 +214,12 @@ def instead(folder: Any, number: int) -> str:
     return f"; to go on from {others[-1]}, give number={others[-1]}, or move {number} out of there"
 
 
-def _plan_of(meta: Mapping[str, Any], where: str) -> Plan:
+def _plan_of(meta: Mapping[str, Any]) -> Plan:
     """The plan of a checkpoint, in today's words: no layout followed from what is left out."""
     values = dict(meta["plan"])
     if values.get("reduce_dtype") == "int8":  # fzero 0.1
         values["reduce_dtype"] = None
-    try:
-        return Plan.from_json(values)
-    except FzeroError as error:
-        raise CheckpointError(f"restore: {where}: its plan is none: {error}") from error
+    return Plan.from_json(values)
 
 
 def _dtype(name: str) -> Any:
