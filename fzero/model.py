@@ -218,6 +218,12 @@ def _loss_layer(loss: Callable[..., Any]) -> Layer:
 
 
 def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
+    for place, layer in enumerate(chain):
+        if not isinstance(layer, Layer | Stack):
+            raise PlanError(
+                f"model: layers[{place}] is a {type(layer).__name__}: expected an fz.Layer or an"
+                " fz.Stack"
+            )
     names = [layer.name for layer in chain]
     for name in names:
         if not name or "/" in name or name == "loss":

@@ -20,7 +20,7 @@ from fzero.axes import DATA, FURTHER, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning, known_fields, warn
 from fzero.float8.recipe import Float8
 from fzero.plan_exclusions import check_exclusions
-from fzero.plan_values import LossScaling, as_tiers, check_values, expect_choice
+from fzero.plan_values import LossScaling, as_tiers, check_values, expect_choice, given_devices
 from fzero.policies import as_remat, policy_name
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
@@ -276,9 +276,9 @@ class Plan(Boxed):
         them, and no choice of devices: an `UnusedDevicesWarning` says so.
 
         Raises:
-            PlanError: there are too few devices.
+            PlanError: there are too few devices, or what is given is none, or one of them twice.
         """
-        have = list(jax.devices() if devices is None else devices)
+        have = jax.devices() if devices is None else given_devices(devices)
         sizes = self.sizes(len(have))
         shape = tuple(sizes.values())
         if devices is None and 1 < math.prod(shape) < len(have):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,3 +205,22 @@ def expect_int(name: str, value: Any, least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(f"plan: {name}={value!r}: expected a whole number of at least {least}")
+
+
+def given_devices(devices: object) -> list[Any]:
+    """A choice of devices as a list.
+
+    Raises:
+        PlanError: it is no sequence of jax's devices, is empty, or has one of them twice.
+    """
+    found = list(devices) if isinstance(devices, Iterable) else [devices]
+    odd = next((d for d in found if not hasattr(d, "platform")), None)
+    if not isinstance(devices, Iterable) or odd is not None or not found:
+        raise PlanError(
+            f"plan: devices={devices!r:.60}: expected a sequence of devices, such as"
+            " jax.devices()[:4]; how many a plan takes of them, its axes say"
+        )
+    device, times = Counter(found).most_common(1)[0]
+    if times > 1:
+        raise PlanError(f"plan: devices: expected each device once, got {device} {times} times")
+    return found

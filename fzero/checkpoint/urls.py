@@ -24,8 +24,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is one of an object store.
 
     Raises:
-        CheckpointError: it is a URL of something else, or was made a directory's path.
+        CheckpointError: it is a URL of something else, was made a directory's path, or is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"checkpoint: {path!r:.60}: expected a directory's path, or a URL, as first argument"
+        )
     text = os.fspath(path)
     scheme, colon, rest = text.partition(":/")
     if not colon or not (scheme in SCHEMES or (scheme.isalnum() and rest.startswith("/"))):

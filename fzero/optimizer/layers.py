@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from fzero.compat import set_within
+from fzero.errors import PlanError
 from fzero.tree import PyTree, key_name
 
 
@@ -175,3 +177,16 @@ def regrouped(tree: PyTree) -> PyTree:
 def _alike(stack: str, leaves: tuple[Any, ...]) -> Any:
     kinds = {(tuple(leaf.shape), leaf.dtype) for leaf in leaves}
     return Layers(stack, leaves) if len(kinds) == 1 else leaves
+
+
+def with_extra_args(tx: object, wrapper: str) -> optax.GradientTransformationExtraArgs:
+    """The transformation that a wrapper is given, whose update takes any further argument.
+
+    Raises:
+        PlanError: it is none; names the wrapper.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):  # optax.MultiSteps is none by type
+        raise PlanError(
+            f"{wrapper}: expected an optax transformation, such as optax.adam(1e-3), got {tx!r:.60}"
+        )
+    return optax.with_extra_args_support(tx)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fzero.optimizer.layers import with_extra_args
 from fzero.tree import PyTree
 
 
@@ -52,7 +53,7 @@ def lookahead(
     """
     if sync_period < 1:
         raise ValueError(f"lookahead: sync_period is {sync_period}; expected 1 or more")
-    inner = optax.with_extra_args_support(fast)
+    inner = with_extra_args(fast, "lookahead")
 
     def init(params: PyTree) -> LookaheadState:
         return LookaheadState(inner.init(params), params, jnp.zeros((), jnp.int32))

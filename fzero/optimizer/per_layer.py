@@ -17,6 +17,7 @@ from fzero.optimizer.layers import (
     current_scope,
     is_layers,
     stack_of,
+    with_extra_args,
 )
 from fzero.optimizer.optimizer import state_shapes
 from fzero.optimizer.roll import Rolled, layers_of, state_layers
@@ -46,7 +47,8 @@ def per_layer(
         tuple there.
 
     Raises:
-        PlanError: (when called) outside of fzero, without `stacks`.
+        PlanError: what is given is no optax transformation; (when called) outside of fzero,
+            without `stacks`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -56,7 +58,7 @@ def per_layer(
         >>> [round(float(layer[0, 0]), 3) for layer in updates["blocks"]["w"]]
         [1.0, 1.414]
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx, "per_layer")
 
     def init(params: PyTree) -> PyTree:
         scope = _known(params, stacks)
@@ -113,7 +115,7 @@ def as_stacked(tx: optax.GradientTransformation) -> optax.GradientTransformation
         >>> matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params)
         >>> tx = as_stacked(optax.adamw(1e-3, weight_decay=0.1, mask=matrices))
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx, "as_stacked")
 
     def checking() -> bool:
         scope = current_scope()

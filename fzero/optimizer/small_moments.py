@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fzero.optimizer.layers import with_extra_args
 from fzero.tree import PyTree
 
 
@@ -82,7 +83,7 @@ def small_moments(
     """
     if dtype not in _CODECS:
         raise ValueError(f"small_moments: dtype={dtype!r}: expected one of {list(_CODECS)}")
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx, "small_moments")
     encode, decode, none = _CODECS[dtype]
 
     def kept(state: PyTree, old: PyTree, count: jax.Array) -> SmallMomentsState:

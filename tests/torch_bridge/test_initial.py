@@ -117,7 +117,7 @@ class OfNumbers(torch.nn.Module):
         other = x.new_tensor([[4, 5, 6]]) + x.new([7, 8, 9])
         x = x[:, [2, 0, 1]] * scale + rows + other + x[[1]]
         x[:, [0]] = 5.0
-        return x
+        return x + x[[[0, 1], [2, 0]]].sum()  # a list of lists counts as a tuple
 
 
 def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:
@@ -129,6 +129,9 @@ def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:
     scaled = torch.nn.Identity()
     scaled.forward = lambda x: x * torch.tensor(2.0, device=x.device).item()  # type: ignore
     with pytest.raises(fz.ConversionError, match="no value to ask for"):
+        tb.convert(scaled, torch.zeros((4, 3), device="meta"))
+    scaled.forward = lambda x: x + torch.arange(3)  # type: ignore
+    with pytest.raises(fz.ConversionError, match=r"expected device.*arange\(n, device=x.device\)"):
         tb.convert(scaled, torch.zeros((4, 3), device="meta"))
 
 

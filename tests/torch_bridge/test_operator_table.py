@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import fzero as fz
 import torch_bridge as tb
 from torch_bridge.lower import registry
 
@@ -100,6 +101,25 @@ def test_a_refusal_says_what_to_do(name: str, remedy: str) -> None:
     row = beside.verdict(name, dict(operators.entries("float32", 1))[name], operators.SECONDS)
     assert row.verdict == "refused"
     assert re.search(remedy, row.why), row.why
+
+
+def test_fake_quantisation_is_refused_with_its_form_in_other_operators() -> None:
+    scale, zero, low, high = 0.125, 3, -20, 20
+    x = torch.linspace(-4, 4, 1001, requires_grad=True)
+
+    class Quantised(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fake_quantize_per_tensor_affine(x, scale, zero, low, high)
+
+    with pytest.raises(fz.ConversionError) as refused:
+        tb.convert(Quantised(), x.detach())
+    q, y, out = re.findall(r"(?:q = |y = |then )(.*?)(?:;| has)", str(refused.value))
+    names = {"torch": torch, "x": x, "scale": scale, "zero": zero, "low": low, "high": high}
+    names["q"] = eval(q, names)
+    names["y"] = eval(y, names)
+    got, expected = eval(out, names), Quantised()(x)
+    assert torch.equal(got, expected)
+    assert torch.equal(*(torch.autograd.grad(value.sum(), x)[0] for value in (got, expected)))
 
 
 def test_what_takes_too_long_has_failed_and_is_not_refused() -> None:

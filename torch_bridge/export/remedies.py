@@ -40,6 +40,10 @@ _CONSTANT = (
     " list or a closure. Make it a buffer of the module that is converted: of a loss with a state,"
     ' one whose forward returns the loss (tb.fit(loss="module")).'
 )
+_FAKE_QUANTIZED = (
+    "Write it out: q = (x / scale).round() + zero; y = (q.clamp(low, high) - zero) * scale; then"
+    " torch.where((low <= q) & (q <= high), x + (y - x).detach(), y.detach()) has its gradient, too."
+)
 _TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 
 # By names of functions, without their overloads.
@@ -57,6 +61,14 @@ _TABLE: dict[str, str] = {
     "tensor_split": "Give the places as Python numbers: tensor_split(x, [2, 5]).",
     **dict.fromkeys(("_to_sparse", "to_sparse", "to_sparse_csr"), _DENSE),
     **dict.fromkeys(("resize_", "resize_as_"), _IN_PLACE_SIZE),
+    **dict.fromkeys(
+        (
+            "fake_quantize_per_tensor_affine_cachemask",
+            "fake_quantize_per_channel_affine_cachemask",
+            "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+        ),
+        _FAKE_QUANTIZED,
+    ),
     "geqrf": "torch.linalg.qr gives both factors.",
     **dict.fromkeys(("linalg_ldl_factor_ex", "linalg_ldl_factor", "linalg_ldl_solve"), _SYMMETRIC),
     "hash_tensor": "A hash is of bits, which no gradient needs: take it outside of the model.",
@@ -75,7 +87,8 @@ _VALUES = (
 )
 _DEVICES = (
     "Tensors that meet in a forward have to be on one device: bring the example to the module's,"
-    ' x.to(device); to that of a module without values, x.to("meta").'
+    ' x.to(device); to that of a module without values, x.to("meta"). What a forward makes without'
+    " saying where is on the CPU: torch.arange(n, device=x.device)."
 )
 _NO_VALUE = (
     "On the `meta` device a tensor has no value to ask for (.item(), float(), if): ask the Python"
@@ -136,7 +149,7 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         return _TYPES
     if "is mutated in the forward" in text:
         return _CONSTANT
-    if "on the same device" in text:
+    if re.search("on the same device|not on the expected device", text):
         return _DEVICES
     if re.search(r"Cannot cast tensor\(.*\) to number", text):
         return _NO_VALUE

@@ -68,9 +68,12 @@ def _with_tensors(x: torch.Tensor, index: Any) -> Any:
         return index
     if isinstance(index, tuple):
         return tuple(_as_index(one, x.device) for one in index)
-    # A list that holds more than numbers counts as a tuple.
-    plain = isinstance(index, list) and all(isinstance(one, int) for one in index)
-    return _as_index(index, x.device) if plain else index
+    if not isinstance(index, list):
+        return index
+    if all(isinstance(one, int) for one in index):
+        return _as_index(index, x.device)
+    # What a list of lists means is PyTorch's to say: another thing from version to version.
+    return [_as_index(one, x.device) for one in index]
 
 
 def _as_index(one: Any, device: torch.device) -> Any:
