@@ -358,7 +358,7 @@ def test_outputs_of_all_rows_count_no_filling(pipe):
     predict = fz.predict_step(model, plan, devices=devices)
     state = fz.init(model, None, plan, devices=devices)
     x = BATCH["x"][:6]
-    np.testing.assert_allclose(predict(state, {"x": x}), x - x.mean(0), atol=1e-6)
+    np.testing.assert_allclose(predict(state, {"x": x}), x - x.mean(0), rtol=1e-6, atol=1e-6)
     with pytest.raises(fz.BatchError, match=r"5 rows, filled up to 6, .*multiple of 2 rows;.*mask"):
         predict(state, {"x": x[:5]})
     again = fz.predict_step(model, plan, devices=devices)

@@ -51,7 +51,7 @@ def test_a_driver_cuts_small_singular_values() -> None:
     cut = functools.partial(torch.linalg.lstsq, driver="gelsd", rcond=0.1)
     found = jax.tree.leaves(tb.convert(Fn(cut), *given, train=False)(*given))
     want = cut(1.5 * given[0], given[1])
-    np.testing.assert_allclose(found[0], want.solution, atol=1e-6)
+    np.testing.assert_allclose(found[0], want.solution, rtol=1e-6, atol=1e-6)
     assert int(found[2]) == int(want.rank) == 2
 
 

@@ -380,13 +380,13 @@ def test_modules_are_traced_within_inference_mode_but_not_made_there() -> None:
     module = nn.Linear(4, 2)
     converted = tb.convert(module, X)
     with torch.inference_mode():
-        np.testing.assert_allclose(converted(X[:1]), module(X[:1]), atol=1e-6)
+        np.testing.assert_allclose(converted(X[:1]), module(X[:1]), rtol=1e-6, atol=1e-6)
         again = tb.convert(module, X + 0)
         made_here = X + 0
         with pytest.raises(ConversionError, match="`weight` was made within"):
             tb.convert(nn.Linear(4, 2), X)
     for one in (again, tb.convert(module, made_here)):
-        np.testing.assert_allclose(one(X), module(X).detach(), atol=1e-6)
+        np.testing.assert_allclose(one(X), module(X).detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_no_module_and_calls_that_a_forward_does_not_take_are_refused() -> None:

@@ -330,7 +330,9 @@ def test_a_buffer_whose_value_a_loop_gives_is_written_behind_it(reads: bool) -> 
     model = convert(module).model(lambda forward, batch: jnp.mean(forward(batch)))
     _, buffers, _ = model.loss(*model.init, X[:3].numpy(), jax.random.key(0), True)
     module(X[:3])
-    np.testing.assert_allclose(buffers["end"]["memory"], module.memory.detach(), atol=1e-6)
+    np.testing.assert_allclose(
+        buffers["end"]["memory"], module.memory.detach(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_chain_runs_the_module_once(rolled: tb.Converted) -> None:

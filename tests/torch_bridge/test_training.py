@@ -154,7 +154,7 @@ def test_a_converted_module_is_called_like_one() -> None:
     module = small().eval()
     x = data(8).tensors[0]
     converted = tb.convert(module, x)
-    np.testing.assert_allclose(converted(x), module(x).detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(converted(x), module(x).detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_batches_of_loaders_become_arrays() -> None:
@@ -176,7 +176,9 @@ def test_a_module_that_is_only_evaluated_needs_only_that_mode() -> None:
     with pytest.raises(fz.ConversionError):
         tb.convert(module, x)
     converted = tb.convert(module, x, train=False)
-    np.testing.assert_allclose(converted(x), module.eval()(x).detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        converted(x), module.eval()(x).detach().numpy(), rtol=1e-6, atol=1e-6
+    )
     with pytest.raises(fz.ConversionError, match="train=False"):
         converted.apply(converted.params, {}, x, train=True)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
@@ -219,7 +221,7 @@ def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
     for wrapped in (torch.compile(module), nn.DataParallel(module)):
         converted = tb.convert(wrapped, x)
         assert set(converted.params) == set(dict(module.named_parameters()))
-        np.testing.assert_allclose(converted(x), want, atol=1e-6)
+        np.testing.assert_allclose(converted(x), want, rtol=1e-6, atol=1e-6)
         state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), None, fz.Plan(data=1))
         assert tb.load_into(wrapped, state) is wrapped
     inner = nn.Sequential(torch.compile(nn.Linear(4, 4)))

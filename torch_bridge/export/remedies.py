@@ -42,7 +42,7 @@ _CONSTANT = (
 )
 _FAKE_QUANTIZED = (
     "Write it out: q = (x / scale).round() + zero; y = (q.clamp(low, high) - zero) * scale; then"
-    " torch.where((low <= q) & (q <= high), x + (y - x).detach(), y.detach()) has its gradient, too."
+    " torch.where((low <= q) & (q <= high), x + (y - x).detach(), y.detach()) has its gradient."
 )
 _TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 

@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from torch_bridge.export.watch.forward import same_constant
+from torch_bridge.export.watch.leftovers import OF_A_TRACE
 
 
 # An attribute of a submodule, as (path, name).
 Attribute = tuple[str, str]
-_OF_A_TRACE = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Operators that read of their first operand what it is, and not its values.
 _OF_METADATA = (
     "sym_size", "sym_numel", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
@@ -41,7 +40,7 @@ def made_while_traced(
     return [
         attribute
         for attribute in attributes
-        if any(isinstance(leaf, _OF_A_TRACE) for leaf in tree_leaves(value_of(attribute)))
+        if any(isinstance(leaf, OF_A_TRACE) for leaf in tree_leaves(value_of(attribute)))
     ]
 
 

@@ -47,6 +47,20 @@ def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
     return found | of_loss(module, harmless)
 
 
+def holders(module: torch.nn.Module, harmless: set[str]) -> list[Any]:
+    """What a forward, or a loss around it, can leave values in: containers, the dicts of objects,
+    functions and Python's modules, classes, cells of closures.
+
+    Args:
+        module: the module whose forward it is.
+        harmless: attributes of modules that are not looked into.
+    """
+    walk = _Walk({}, harmless)
+    walk.modules("", module, 0)
+    walk.value("the loss", getattr(type(module), LOSS, None), 0)
+    return list(walk.holders.values())
+
+
 def of_loss(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
     """The same of a loss that is called behind the module's forward."""
     found: dict[str, Any] = {}
@@ -59,6 +73,7 @@ class _Walk:
 
     def __init__(self, found: dict[str, Any], harmless: set[str]) -> None:
         self._found, self._harmless, self._seen = found, harmless, set[int]()
+        self.holders: dict[int, Any] = {}
 
     def modules(self, name: str, module: torch.nn.Module, depth: int) -> None:
         """Notes what a module, all within it, their hooks and classes hold."""
@@ -75,6 +90,9 @@ class _Walk:
             for kind in type(m).__mro__:
                 if not is_foreign(kind):
                     self.kind(kind, depth)
+
+    def _holds(self, holder: Any) -> None:
+        self.holders[id(holder)] = holder
 
     def value(self, name: str, value: Any, depth: int) -> None:
         """Notes a value, or what it holds."""
@@ -105,12 +123,15 @@ class _Walk:
         elif (state := _state(value)) is not None:
             self._found[name] = state
         elif not is_foreign(type(value)):
+            if hasattr(value, "__dict__"):
+                self._holds(vars(value))
             for key, inner in _attributes(value):
                 self.value(f"{name}.{key}", inner, depth + 1)
 
     def _container(self, name: str, value: Any, depth: int) -> None:
         if not isinstance(value, tuple):
             self._found[f"the length of {name}"] = len(value)
+            self._holds(value)
         inside = value.items() if isinstance(value, dict) else enumerate(value)
         if isinstance(value, set | frozenset):
             return
@@ -120,6 +141,7 @@ class _Walk:
     def kind(self, kind: type, depth: int) -> None:
         """Notes what a class holds, and what its functions lead to."""
         self._seen.add(id(kind))
+        self._holds(kind)
         for name, value in list(vars(kind).items()):
             if isinstance(value, classmethod | staticmethod | property):
                 value = getattr(value, "__func__", None) or getattr(value, "fget", None)
@@ -136,6 +158,7 @@ class _Walk:
         for cell_name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
+            self._holds(cell)
             try:
                 self.value(f"`{cell_name}` of {name}", cell.cell_contents, depth + 1)
             except ValueError:  # nothing is in it yet
@@ -145,6 +168,7 @@ class _Walk:
         for key, default in (function.__kwdefaults__ or {}).items():
             self.value(f"default `{key}` of {name}", default, depth + 1)
         self.value(name, vars(function), depth + 1)
+        self._holds(function.__globals__)
         names = set(names_of(function.__code__))
         for word in sorted(names & function.__globals__.keys()):
             self._global(word, function.__globals__[word], names, depth)

@@ -25,6 +25,7 @@ from fzero.errors import ConversionError, warn
 from torch_bridge.export.origins import source_line
 from torch_bridge.export.watch.counts import moved, of_loss, reachable
 from torch_bridge.export.watch.function_caches import computed_anew
+from torch_bridge.export.watch.leftovers import no_leftovers
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -70,7 +71,9 @@ def untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
         module: the module that a forward will run on.
         train: which mode it is in meanwhile.
     """
-    with _undisturbed(), _given_back(module), computed_anew(module):
+    with (
+        _undisturbed(), _given_back(module), no_leftovers(module, HARMLESS), computed_anew(module)
+    ):  # fmt: skip
         module.train(train)
         with torch.inference_mode(False), torch.enable_grad():
             yield
