@@ -56,10 +56,10 @@ def test_values_and_gradients_are_those_of_whole_logits(terms, chunk):
 
     with jax.numpy_dtype_promotion("strict"):
         got = jax.jit(jax.value_and_grad(own, argnums=(0, 1, 2)))(*args)
-    want = jax.value_and_grad(partial(reference, terms), argnums=(0, 1, 2))(*args, labels)
+    want = jax.jit(jax.value_and_grad(partial(reference, terms), (0, 1, 2)))(*args, labels)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
-    assert float(own(*args)) == pytest.approx(float(want[0]), rel=1e-6)  # not differentiated
+    assert float(jax.jit(own)(*args)) == pytest.approx(float(want[0]), rel=1e-6)  # no gradient
     mean = fz.linear_cross_entropy(args[0], args[1], labels)
     assert float(mean.count) == 12
 
@@ -71,8 +71,9 @@ def test_a_seed_scales_gradients_and_16_bits_keep_small_ones():
     def scaled(x, w, seed):
         return fz.linear_cross_entropy(x * 1e-4, w * 1e-4, labels, chunk=4).total * seed
 
-    got = jax.grad(scaled, argnums=(0, 1))(x, w, jnp.float32(2**12))
-    wide = jax.grad(scaled, argnums=(0, 1))(
+    slopes = jax.jit(jax.grad(scaled, argnums=(0, 1)))
+    got = slopes(x, w, jnp.float32(2**12))
+    wide = slopes(
         x.astype(jnp.float32), w.astype(jnp.float32), jnp.float32(2**12)
     )
     for one, other in zip(got, wide, strict=True):
@@ -231,7 +232,7 @@ def test_a_gradient_penalty_is_that_of_the_logits_at_hand():
         def squared(x, w):
             return sum(jnp.sum(g**2) for g in jax.grad(lambda x, w: loss(x, w).total, (0, 1))(x, w))
 
-        return jax.grad(squared, (0, 1))(x, w)
+        return jax.jit(jax.grad(squared, (0, 1)))(x, w)
 
     found = penalty(lambda x, w: fz.linear_cross_entropy(x, w, labels, chunk=4))
     expected = penalty(lambda x, w: fz.cross_entropy(x @ w.T, labels))
@@ -272,6 +273,6 @@ def test_nothing_has_a_loss_too(shape, smoothing):
         def whole(x, w, b, labels=labels):
             return terms.total(x @ w.T + b, labels)
 
-        got, want = (jax.value_and_grad(fn, (0, 1, 2))(*given) for fn in (own, whole))
+        got, want = (jax.jit(jax.value_and_grad(fn, (0, 1, 2)))(*given) for fn in (own, whole))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
         assert bool(jnp.isnan(got[0])) == (label == 0 and not words)

@@ -189,6 +189,8 @@ def test_description_says_what_a_plan_changes_and_nothing_else():
         assert [line for line in SAID if f"\n{line}" in about] == [
             line for line, others in SAID.items() if others == kwargs
         ]
+    alone = fz.describe(fz.Plan(zero=3, precision="fp8", data=1), MODEL, num_devices=1)
+    assert "send float8" not in str(alone)
 
 
 def test_description_prints_every_leaf_and_why():

@@ -136,7 +136,7 @@ def test_universal_files_of_stage_3_are_flat(tmp_path: Path) -> None:
         (target / "zero" / name).mkdir(parents=True)
         for kind in KINDS:
             torch.save(state[kind][name].reshape(-1).clone(), target / "zero" / name / f"{kind}.pt")
-    inner = {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": []}
+    inner = {"state": {0: {"step": torch.tensor(5.0)}, 1: {}}, "param_groups": []}
     torch.save({"optimizer_state_dict": inner}, target / "zero" / "optimizer_state.pt")
     for path in folder.glob("*model_states.pt"):
         shutil.copy(path, target)
@@ -147,6 +147,10 @@ def test_universal_files_of_stage_3_are_flat(tmp_path: Path) -> None:
     for kind in KINDS:
         for name, want in state[kind].items():
             assert torch.equal(pieces(found)[kind][name].tensor(), want)
+    del inner["state"][0]
+    torch.save({"optimizer_state_dict": inner}, target / "zero" / "optimizer_state.pt")
+    with pytest.raises(CheckpointError, match="does not say at which step its moments are"):
+        tb.checkpoint(tmp_path / "u")
 
 
 def test_tied_layers_of_a_pipeline_are_found() -> None:
