@@ -73,9 +73,7 @@ def test_a_seed_scales_gradients_and_16_bits_keep_small_ones():
 
     slopes = jax.jit(jax.grad(scaled, argnums=(0, 1)))
     got = slopes(x, w, jnp.float32(2**12))
-    wide = slopes(
-        x.astype(jnp.float32), w.astype(jnp.float32), jnp.float32(2**12)
-    )
+    wide = slopes(x.astype(jnp.float32), w.astype(jnp.float32), jnp.float32(2**12))
     for one, other in zip(got, wide, strict=True):
         assert one.dtype == jnp.float16
         # float16 keeps 11 bits; the small numbers before the seed are below what it has at all
