@@ -118,10 +118,12 @@ def float_dtypes(tree: PyTree) -> list[np.dtype[Any]]:
 
 
 def power_of_two_below(x: jax.Array) -> jax.Array:
-    """The largest power of two that is not above `x` (1 for anything below 1).
+    """The largest power of two that is not above `|x|`, down to 2**-64 (1 for 0 and NaN).
 
     Scaling by it is exact, so gradients of a sum can be kept at the size of gradients of a mean,
-    which fp16 needs, without changing a single bit of the result.
+    which fp16 needs, without changing a single bit of the result. Weights of rows may add up to
+    next to nothing, or to less than nothing.
     """
-    _, exponent = jnp.frexp(jnp.maximum(x.astype(jnp.float32), 1.0))
-    return jnp.ldexp(jnp.float32(1), exponent - 1)
+    size = jnp.abs(x.astype(jnp.float32))
+    _, exponent = jnp.frexp(jnp.where(size > 0, size, 1.0))
+    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -64))

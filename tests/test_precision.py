@@ -431,10 +431,34 @@ class TestNextScale:
         assert (float(new.scale), int(new.skipped)) == (1.0, 2)
 
 
-@pytest.mark.parametrize("x", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 1000.0, 2.0**20 + 1, 2.0**20])
+@pytest.mark.parametrize("x", [2.0**-90, 3e-12, 0.5, 1.0, 1.5, 3.0, 4.0, 1e3, 2.0**20 + 1, 2.0**20])
 def test_power_of_two_below(x):
-    expected = 2.0 ** np.floor(np.log2(max(x, 1.0)))
-    assert float(precision.power_of_two_below(jnp.float32(x))) == expected
+    expected = 2.0 ** max(np.floor(np.log2(x)), -64)
+    for value in (x, -x):
+        assert float(precision.power_of_two_below(jnp.float32(value))) == expected
+    for none in (0.0, np.nan):
+        assert float(precision.power_of_two_below(jnp.float32(none))) == 1
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, -(2.0**12)])
+def test_what_weights_of_rows_add_up_to_is_nothing_to_fp16(factor):
+    """A mean by weights is that of these weights times a number, and so is its gradient."""
+
+    def loss(p, buffers, batch, rng, train):
+        out = (fz.cast(batch["x"], like=p) @ p["w"]).astype(jnp.float32)
+        total = jnp.sum(batch["weights"] * jnp.mean((out - batch["y"]) ** 2, -1))
+        return fz.Mean(total, jnp.sum(batch["weights"])), buffers, {}
+
+    model, tx = fz.Model(({"w": np.full((4, 8), 0.1, np.float32)}, {}), loss), optax.sgd(0.1)
+    rng, own, found = np.random.default_rng(0), plan("fp16", 1), []
+    batch = {name: rng.normal(size=(16, n)).astype("f") for name, n in (("x", 4), ("y", 8))}
+    weights = rng.uniform(0.5, 1, 16).astype("f")
+    for times in (1, factor):
+        given = {**batch, "weights": weights * np.float32(times)}
+        state, _ = fz.train_step(model, tx, own)(fz.init(model, tx, own), given)
+        found.append(np.asarray(state.params["w"]))
+    np.testing.assert_array_equal(*found)
+    assert not np.array_equal(found[0], np.full((4, 8), np.float32(0.1)))
 
 
 @pytest.mark.parametrize("kind", DTYPES)

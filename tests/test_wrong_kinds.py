@@ -61,3 +61,9 @@ def test_optimizers(name):
         WRAPPERS[name](optax.adam)
     several = optax.MultiSteps(optax.sgd(0.1), 2)  # no transformation by its type
     assert callable(WRAPPERS[name](several).init)
+
+
+def test_a_state_of_another_optimizer_that_keeps_nothing_either():
+    model, batch = tiny.chain(1), tiny.tokens(2)
+    with pytest.raises(fz.StateError, match=r"opt_state: expected a tree like .*EmptyState.* got"):
+        fz.train_step(model, TX, PLAN)(fz.init(model, None, PLAN), batch)

@@ -15,7 +15,7 @@ from fzero.state.array_facts import GIVEN
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device
-from fzero.tree import aliased_leaves, named_leaves
+from fzero.tree import aliased_leaves, named_leaves, same_structure
 
 
 def consumed_by(state: TrainState) -> str | None:
@@ -148,7 +148,7 @@ def require_fits(
         ):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
-    problems = problems or _wrong_padding(state, blue)
+    problems = problems or _wrong_padding(state, blue) or _wrong_structure(state, expected)
     if problems:
         raise StateError(
             f"{operation}: the state is not one of this model, optimizer and plan:\n "
@@ -175,6 +175,19 @@ def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
         f" {rows_text(had.get(name, ()))}, as another schedule or partition keeps them"
         for name in sorted({*had, *wanted}) if had.get(name) != wanted.get(name)
     ]  # fmt: skip
+
+
+def _wrong_structure(state: TrainState, expected: TrainState) -> list[str]:
+    """Which fields have the leaves that are expected in another tree, a line for each.
+
+    Optimizers that keep nothing differ in it alone, as do a dict and another mapping.
+    """
+    return [
+        f"{name}: expected a tree like {jax.tree.structure(want)!s:.120},"
+        f" got {jax.tree.structure(have)!s:.120}"
+        for name in fields_of(expected)
+        if not same_structure(have := getattr(state, name), want := getattr(expected, name))
+    ]
 
 
 def _wrong_padding(state: TrainState, blue: Blueprint) -> list[str]:
