@@ -148,7 +148,7 @@ def require_fits(
         ):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
-    problems = problems or _wrong_padding(state, blue) or _wrong_structure(state, expected)
+    problems = problems or _wrong_padding(state, blue) or _wrong_structure(state, blue)
     if problems:
         raise StateError(
             f"{operation}: the state is not one of this model, optimizer and plan:\n "
@@ -177,7 +177,7 @@ def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
     ]  # fmt: skip
 
 
-def _wrong_structure(state: TrainState, expected: TrainState) -> list[str]:
+def _wrong_structure(state: TrainState, blue: Blueprint) -> list[str]:
     """Which fields have the leaves that are expected in another tree, a line for each.
 
     Optimizers that keep nothing differ in it alone, as do a dict and another mapping.
@@ -185,8 +185,8 @@ def _wrong_structure(state: TrainState, expected: TrainState) -> list[str]:
     return [
         f"{name}: expected a tree like {jax.tree.structure(want)!s:.120},"
         f" got {jax.tree.structure(have)!s:.120}"
-        for name in fields_of(expected)
-        if not same_structure(have := getattr(state, name), want := getattr(expected, name))
+        for name, want in blue.shapes().items()
+        if not same_structure(have := getattr(state, name), want)
     ]
 
 
