@@ -199,18 +199,16 @@ def aliased_leaves(tree: PyTree) -> list[list[str]]:
     for path, leaf in named_leaves(tree):
         if not hasattr(leaf, "shape") or 0 in leaf.shape:
             continue
-        groups.setdefault(_memory(leaf), []).append(path)
+        groups.setdefault(next(iter(memory(leaf)), id(leaf)), []).append(path)
     return [paths for paths in groups.values() if len(paths) > 1]
 
 
-def _memory(leaf: Any) -> Any:
+def memory(leaf: Any) -> list[tuple[int, int]]:
+    """Where the shards of an array lie, by device and address; of what is no array, nothing."""
     concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    if not concrete or not is_plain(leaf):
-        return id(leaf)
-    shards = leaf.addressable_shards
-    if not shards:
-        return id(leaf)
-    return (shards[0].device.id, shards[0].data.unsafe_buffer_pointer())
+    if not concrete or not is_plain(leaf) or not leaf.size:
+        return []
+    return [(x.device.id, x.data.unsafe_buffer_pointer()) for x in leaf.addressable_shards]
 
 
 def same_object(leaves: Iterable[Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,3 +221,50 @@ def test_outputs_that_nobody_named_or_that_are_no_rows_are_refused():
                      predict=lambda p, b, batch, rng: jnp.sum(batch["x"]))  # fmt: skip
     with pytest.raises(fz.StateError, match="2 examples"):
         fz.predict_step(model, plan)(fz.init(model, None, plan), {"x": X})
+
+
+OF_THE_STATE = {
+    "its parameters": ({"zero": 0}, lambda state: state.params),
+    "its average": ({"zero": 0, "ema": 0.9}, lambda state: state.ema),
+    "its buffers": ({"zero": 3}, lambda state: {"w": state.buffers["w"]}),
+    "its optimizer": ({"zero": 0}, lambda state: state.opt_state[0].trace),
+    "in a pipeline": ({"zero": 0, "pipe": 2}, lambda state: {"w": state.params["a"]["w"]}),
+}
+
+
+def near(p, x, ctx):
+    """A distance from what is shared."""
+    return x @ p["w"] + jnp.sum(jnp.square(p["w"] - ctx.batch["old"]["w"]))
+
+
+MODEL = fz.Model(
+    ({"w": np.eye(tiny.D, dtype="f")}, {"w": np.ones((tiny.D, tiny.D), "f")}),
+    lambda p, b, batch, rng, train: (
+        jnp.mean(near(p, batch["x"], SimpleNamespace(batch=batch))),
+        b,
+        {},
+    ),
+)
+CHAIN = fz.Sequential(
+    [
+        fz.Layer("a", square, lambda p, x, ctx: near(p, x["x"], ctx)),
+        fz.Layer("b", square, lambda p, x, ctx: x @ p["w"]),
+    ],
+    loss=lambda x, batch: jnp.mean(x),
+)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("what", OF_THE_STATE)
+def test_what_a_step_gives_away_may_be_shared_with_its_rows(what, data):
+    """As a teacher, or what to stay near to: with donation as without."""
+    options, part = OF_THE_STATE[what]
+    plan, tx = fz.Plan(data=data, min_shard_bytes=0, **options), optax.sgd(0.1, momentum=0.9)
+    model, found = CHAIN if plan.pipe > 1 else MODEL, []
+    for donate in (False, True):
+        state = fz.init(model, tx, plan)
+        step = fz.train_step(model, tx, plan, donate=donate)
+        for _ in range(2):
+            state, metrics = step(state, {"x": X, "old": fz.Shared(part(state))})
+        found.append((jax.device_get(state.params), metrics["loss"]))
+    tiny.same_bits(*found)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fzero.batch import Inputs
 from fzero.keys import step_key
@@ -18,6 +19,7 @@ from fzero.step.passes import OneProgram, Passes, Pipeline, kept_by, read_by
 from fzero.step.placed_update import PlacedUpdate
 from fzero.step.update import Update
 from fzero.step.values import Metrics, StepAndKey, Values
+from fzero.tree import memory
 from fzero.zero.options import CompilerOptions, compiler_options
 
 
@@ -36,6 +38,8 @@ class Fused:
     ) -> None:
         self.passes, self.apply, self.on_trace = passes, apply, on_trace
         self.update = Update(passes.blueprint, passes.rules().fence)
+        shapes = jax.tree.leaves(passes.blueprint.shapes()) if donate else ()
+        self._given_shapes = {(leaf.shape, leaf.dtype) for leaf in shapes}
         donated = (0,) if donate else ()
         self.program = compiled(passes.blueprint, self.step, donate_argnums=donated)
 
@@ -49,8 +53,23 @@ class Fused:
 
     def __call__(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs the program."""
-        new: tuple[Values, Metrics] = self.program(fields, at, batch)
+        new: tuple[Values, Metrics] = self.program(fields, at, self._own(batch, fields))
         return new
+
+    def _own(self, batch: Inputs, fields: Values) -> Inputs:
+        """The batch, without memory that the program gives away: a state's own average, say, as
+        the teacher. The shapes tell of nearly all batches that there is none."""
+        leaves, structure = jax.tree.flatten(batch)
+        alike = [(leaf.shape, leaf.dtype) in self._given_shapes for leaf in leaves]
+        if not any(alike):
+            return batch
+        shapes = {(x.shape, x.dtype) for x, suspect in zip(leaves, alike, strict=True) if suspect}
+        held = (x for x in jax.tree.leaves(fields) if (x.shape, x.dtype) in shapes)
+        given = {piece for leaf in held for piece in memory(leaf)}
+        return jax.tree.unflatten(structure, [
+            jnp.copy(x) if suspect and not given.isdisjoint(memory(x)) else x
+            for x, suspect in zip(leaves, alike, strict=True)
+        ])  # fmt: skip
 
 
 class Separate:
