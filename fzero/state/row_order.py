@@ -37,7 +37,7 @@ def require_alike(state: Any, fields: dict[str, PyTree]) -> None:
         return
     leaves, treedef = jax.tree.flatten(fields)
     wrong = []
-    for leaf, (path, wanted) in zip(leaves, _meant(treedef, state.rows), strict=True):
+    for leaf, (path, wanted) in zip(leaves, meant(treedef, state.rows), strict=True):
         if isinstance(leaf, jax.core.Tracer) or PIPE not in _spec(leaf):
             continue
         found = _first_said(leaf, wanted)
@@ -52,7 +52,7 @@ def require_alike(state: Any, fields: dict[str, PyTree]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _meant(treedef: Any, rows: Any) -> list[tuple[str, tuple[int, ...]]]:
+def meant(treedef: Any, rows: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Of each leaf of a tree: its path, and the rows of its stack where it is one's."""
     of, found = dict(rows), []
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
@@ -61,6 +61,11 @@ def _meant(treedef: Any, rows: Any) -> list[tuple[str, tuple[int, ...]]]:
         named = [key for key in map(key_name, path) if key in of]
         found.append((path_name(path), of[named[-1]] if named else ()))
     return found
+
+
+def is_of_a_state(leaf: Any) -> bool:
+    """Whether some pipeline's state has, or had, this very array."""
+    return _ROWS.get(leaf) is not None
 
 
 def _first_said(leaf: Any, rows: tuple[int, ...]) -> tuple[int, ...]:

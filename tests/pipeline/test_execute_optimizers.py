@@ -178,6 +178,34 @@ def test_what_an_edit_adds_to_filling_rows_is_not_counted():
     assert not np.asarray(state.params["blocks"]["w"])[1:3].any()  # rank 0 has one layer
 
 
+def unit(leaf):
+    """Each layer's values by their norm: 0 / 0 where no layer is."""
+    return leaf / jnp.sqrt(jnp.sum(leaf**2, range(1, leaf.ndim), keepdims=True))
+
+
+@pytest.mark.parametrize("field", ["params", "opt_state"])
+def test_what_an_edit_writes_where_no_layer_is_goes_no_further(field):
+    """Moments are added up by a clip behind them; a new optimizer starts from parameters."""
+    batch = tiny.tokens(8)
+    tx = optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.3), optax.scale(-0.3))
+
+    def edited(cut):
+        state, _ = fz.train_step(tied(), tx, cut)(fz.init(tied(), tx, cut), batch)
+        if field == "params":
+            then = optax.contrib.dowg(1.0)
+            moved = jax.tree.map(lambda leaf: leaf + 0.25, state.params)
+            state = fz.with_optimizer(state.replace(params=moved), tied(), tx, then, cut)
+        else:
+            then, (momentum, *rest) = tx, state.opt_state
+            trace = {**momentum.trace, "blocks": jax.tree.map(unit, momentum.trace["blocks"])}
+            state = state.replace(opt_state=(momentum._replace(trace=trace), *rest))
+        state, metrics = fz.train_step(tied(), then, cut)(state, batch)
+        assert not metrics["nonfinite"]
+        return fz.logical(tied(), state, cut)
+
+    tiny.close(edited(plan(2, partition=(2, 4))), edited(plan(1)), rtol=0, atol=TIGHT)
+
+
 def scaled(by):
     """Divides all gradients by a number that all of them say."""
 
