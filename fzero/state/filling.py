@@ -19,7 +19,7 @@ from fzero.errors import StateError
 from fzero.sharding.split import OwnShapes
 from fzero.state.row_order import is_of_a_state, meant
 from fzero.storage.tiers import DEVICE, tier_of
-from fzero.tree import PyTree, is_plain, is_traced, named_leaves
+from fzero.tree import PyTree, is_plain, is_traced, named_leaves, same_structure
 
 
 def require_unmoved(old: PyTree, new: PyTree, rows: Any, padded: OwnShapes) -> None:
@@ -68,10 +68,9 @@ def refilled(old: PyTree, new: PyTree, rows: Any) -> PyTree:
         new: what takes its place.
         rows: which layer each row of a stack holds, as a state says it.
     """
-    leaves, structure = jax.tree.flatten(new)
-    before, was = jax.tree.flatten(old)
-    if was != structure or all(min(layers, default=0) >= 0 for _, layers in rows):
+    if not same_structure(old, new) or all(min(layers, default=0) >= 0 for _, layers in rows):
         return new
+    before, (leaves, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
     return jax.tree.unflatten(structure, [
         _with_rows(leaf, had, tuple(layer >= 0 for layer in layers))
         if min(layers, default=0) < 0 and leaf is not had and _is_edited(leaf, had, len(layers))

@@ -7,11 +7,10 @@ as a `LambdaLR`, the number of steps must be given.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +162,6 @@ def _periodic(
 
 def _run(optimizer: Any, scheduler: Any, count: int) -> Columns:
     """The next `count` values of what a scheduler changes, by group, name and item."""
-    rows: list[list[float]] = []
     keys = [
         (number, name, i)
         for number, group in enumerate(optimizer.param_groups)
@@ -171,8 +169,26 @@ def _run(optimizer: Any, scheduler: Any, count: int) -> Columns:
         if name in group
         for i in range(len(group[name]) if isinstance(group[name], tuple | list) else 1)
     ]
-    with _borrowed(optimizer, scheduler):
-        others = _others(optimizer)
+    rows = _steps(optimizer, scheduler, count, keys)
+    if rows != _steps(optimizer, scheduler, count, keys):
+        raise ConversionError(
+            f"{_name(scheduler)} gives other values when it is run once more: what it counts in"
+            " lies outside of it (a global, a variable of the function around a lambda). Compute"
+            " the value from the step that it is given, or keep the count in an attribute"
+        )
+    columns = np.asarray(rows, np.float64).T
+    return dict(zip(keys, columns, strict=True))
+
+
+def _steps(
+    optimizer: Any, scheduler: Any, count: int, keys: Sequence[tuple[int, str, int]]
+) -> list[list[float]]:
+    """The items of `keys` in each of a scheduler's next steps; it stays as it is."""
+    optimizer, scheduler = _copied(optimizer, scheduler)
+    optimizer._opt_called = True
+    others, rows = _others(optimizer), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for number in range(count):
             if number:
                 try:
@@ -183,14 +199,13 @@ def _run(optimizer: Any, scheduler: Any, count: int) -> Columns:
                         " steps as will be trained, or num_steps= as few as it has"
                     ) from error
             rows.append([_item(optimizer.param_groups[g][name], i) for g, name, i in keys])
-        changed = [key for key, value in _others(optimizer).items() if value != others.get(key)]
+    changed = [key for key, value in _others(optimizer).items() if value != others.get(key)]
     if changed:
         raise ConversionError(
             f"{_name(scheduler)} changes {changed}; what can change from step to step is"
             f" {', '.join(_CHANGING)}. Write that schedule in optax (optax.inject_hyperparams)"
         )
-    columns = np.asarray(rows, np.float64).T
-    return dict(zip(keys, columns, strict=True))
+    return rows
 
 
 def _item(value: Any, number: int) -> float:
@@ -208,38 +223,21 @@ def _others(optimizer: Any) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _borrowed(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Put an optimizer's hyperparameters and its scheduler back as they were."""
-    schedulers = [scheduler]
-    for one in schedulers:
-        schedulers.extend(_inner(one))
-    kept = [(one, _shallow(vars(one))) for one in schedulers]
-    groups = [(group, dict(group)) for group in optimizer.param_groups]
-    called = getattr(optimizer, "_opt_called", None)
+def _copied(optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+    """An optimizer and its scheduler, with all that they hold but parameters and moments.
+
+    Raises:
+        ConversionError: something of it cannot be copied.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    memo = {id(one): one for one in (*params, optimizer.state)}
     try:
-        for group, _ in groups:  # a rate that is a tensor is written to
-            group.update({k: copy.copy(v) for k, v in group.items() if k in _CHANGING})
-            group.update({k: v.clone() for k, v in group.items() if hasattr(v, "clone")})
-        optimizer._opt_called = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for one, attributes in kept:
-            vars(one).clear()
-            vars(one).update(attributes)
-        for group, values in groups:
-            group.clear()
-            group.update(values)
-        if called is None:
-            del optimizer._opt_called
-        else:
-            optimizer._opt_called = called
-
-
-def _shallow(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: copy.copy(v) if isinstance(v, list | dict) else v for k, v in attributes.items()}
+        return copy.deepcopy((optimizer, scheduler), memo)
+    except Exception as error:
+        raise ConversionError(
+            f"{_name(scheduler)} is run on a copy, and something that it holds cannot be copied:"
+            f" {error}. Leave out what it holds beside numbers, functions and schedulers"
+        ) from error
 
 
 def _pattern(scheduler: Any) -> _Pattern | None:

@@ -20,6 +20,34 @@ from torch_bridge.optim.schedules import follow
 NUM_STEPS = 60
 
 
+class WarmedUp(lrs.LRScheduler):
+    """Holds another scheduler in an attribute, which goes on after a warm-up."""
+
+    def __init__(self, optimizer, after):
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [base * self.last_epoch / 4 for base in self.base_lrs]
+
+    def step(self, epoch=None):
+        if self.last_epoch < 4:
+            super().step()
+        else:
+            self.after.step()
+
+
+class Counting:
+    """Says another number in each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, _):
+        self.calls += 1
+        return 1 / self.calls
+
+
 def two_groups(lr=0.1):
     tensors = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     return torch.optim.SGD([{"params": tensors[:1]}, {"params": tensors[1:], "lr": lr / 7}], lr=lr)
@@ -56,6 +84,8 @@ ENDLESS = {
 ENDING = {
     "one-cycle": lambda o: lrs.OneCycleLR(o, max_lr=0.3, total_steps=NUM_STEPS),
     "growing-restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, T_0=5, T_mult=2),
+    "nested": lambda o: WarmedUp(o, lrs.CosineAnnealingLR(o, T_max=9)),
+    "counting": lambda o: lrs.LambdaLR(o, [Counting(), Counting()]),
     "lambda": lambda o: lrs.LambdaLR(o, [lambda n: 1 / (n + 1), lambda n: 0.5**n]),
     "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda n: 0.9 if n % 2 else 1.0),
     "cyclic": lambda o: lrs.CyclicLR(o, 1e-3, 0.1, step_size_up=6, cycle_momentum=False),
@@ -89,9 +119,27 @@ def looked_up(groups, counts):
 def test_rates_are_those_of_torch(name):
     make = {**ENDLESS, **ENDING}[name]
     optimizer = two_groups()
-    groups = follow(optimizer, make(optimizer), 1, NUM_STEPS if name in ENDING else None)
-    expected = by_torch(make, NUM_STEPS)
-    np.testing.assert_array_equal(looked_up(groups, range(NUM_STEPS)), expected.astype(np.float32))
+    scheduler, expected = make(optimizer), by_torch(make, NUM_STEPS)
+    for _ in range(2):  # it is left as it was, with all that it holds
+        groups = follow(optimizer, scheduler, 1, NUM_STEPS if name in ENDING else None)
+        found = looked_up(groups, range(NUM_STEPS))
+        np.testing.assert_array_equal(found, expected.astype(np.float32))
+
+
+def test_a_count_outside_of_a_scheduler_is_refused():
+    calls, optimizer = [], two_groups()
+
+    def rate(_):
+        calls.append(None)
+        return 1 / len(calls)
+
+    with pytest.raises(ConversionError, match=r"other values when it is run once more.*attribute"):
+        follow(optimizer, lrs.LambdaLR(optimizer, rate), 1, 5)
+    held = WarmedUp(optimizer, (step for step in range(3)))
+    with pytest.raises(
+        ConversionError, match="something that it holds cannot be copied.*generator"
+    ):
+        follow(optimizer, held, 1, 5)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
