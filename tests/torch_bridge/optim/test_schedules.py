@@ -137,7 +137,7 @@ def test_a_count_outside_of_a_scheduler_is_refused():
         follow(optimizer, lrs.LambdaLR(optimizer, rate), 1, 5)
     held = WarmedUp(optimizer, (step for step in range(3)))
     with pytest.raises(
-        ConversionError, match="something that it holds cannot be copied.*generator"
+        ConversionError, match=r"something that it holds cannot be copied.*generator"
     ):
         follow(optimizer, held, 1, 5)
 
