@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +101,26 @@ def test_a_damaged_one_is_named_with_the_one_before(states, tmp_path):
     (tmp_path / "7").write_text("a user's own file")
     (tmp_path / "007").mkdir()
     (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
-    for name in ("params/.* of checkpoint 1", "checkpoint 1"):
+    for name in ("arrays of checkpoint 1", "checkpoint 1"):
         with pytest.raises(fz.CheckpointError, match=rf"{name} (.|\n)* number=0, or move 1 out"):
             fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
         (tmp_path / "1" / "meta" / "metadata").unlink(missing_ok=True)
     read = fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number=0)
     tiny.same_bits(read.params, states("zero 3").params)
+
+
+def test_one_that_is_put_together_of_two_is_refused(states, tmp_path):
+    """As a copy over an older one leaves it that was cut off."""
+    plan = PLANS["zero 3"]
+    for position in range(3):
+        fz.save(tmp_path, states("zero 3"), plan, data_position=position)
+    fz.wait(tmp_path)
+    for item, number in (("meta", "0"), ("state", "1")):
+        shutil.rmtree(tmp_path / number / item)
+        shutil.copytree(tmp_path / "2" / item, tmp_path / number / item)
+        with pytest.raises(fz.CheckpointError, match=rf"{number} in .* of two: .* number=2, or"):
+            fz.restore(tmp_path, MODEL, TX, plan, number=int(number))
+    fz.restore(tmp_path, MODEL, TX, plan)
 
 
 def test_a_damaged_one_with_none_beside_it_names_no_other(states, tmp_path):

@@ -26,7 +26,7 @@ from fzero.summary import Printed, summary
 FORMAT = 2
 # Format 1 says less of how a state was shared out; who reads that alone refuses format 2.
 READABLE = (1, FORMAT)
-_SUM = "sum"
+SUM = "sum"  # of all else that is written beside the arrays
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,21 +105,21 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
     )  # fmt: skip
 
 
-def array_path(folder: Path, number: int, array: int, shards: Collection[str]) -> dict[str, Any]:
+def array_path(folder: Path, number: int, key: str, shards: Collection[str]) -> dict[str, Any]:
     """Where an array of a checkpoint is, as `tensorstore.open` takes it.
 
     Args:
         folder: the directory of all checkpoints.
         number: the checkpoint.
-        array: the leaf's position among all leaves that were saved.
+        key: the array's (`array_key`).
         shards: keys of those that each process wrote its shards of.
 
     Source: orbax writes arrays as zarr into one key-value store (OCDBT).
     """
-    if array_key(array) in shards:
-        return shards_path(folder / str(number), array_key(array))
+    if key in shards:
+        return shards_path(folder / str(number), key)
     base = kvstore(folder / str(number) / "state")
-    inner = {"driver": "ocdbt", "base": base, "path": f"{array_key(array)}/"}
+    inner = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
     return {"driver": "zarr", "kvstore": inner}
 
 
@@ -147,10 +147,10 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
             f" {list(READABLE)} of fzero, got"
             f" {meta.get('format') if isinstance(meta, dict) else type(meta).__name__}"
         )
-    if meta.get(_SUM) not in (None, sealed(meta)[_SUM]):
+    if meta.get(SUM) not in (None, sealed(meta)[SUM]):
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} is damaged: what its file meta/metadata says"
-            f" was changed after it was written (changed by hand: take {_SUM!r} out of it as well)"
+            f" was changed after it was written (changed by hand: take {SUM!r} out of it as well)"
             f"{instead(folder, number)}"
         )
     if wrong := _wrong_in(meta):
@@ -182,8 +182,8 @@ def _wrong_in(meta: Mapping[str, Any]) -> str:
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What is written beside the arrays, with a checksum of it: no value shows that it is wrong."""
-    rest = json.loads(json.dumps({key: value for key, value in meta.items() if key != _SUM}))
-    return {**meta, _SUM: zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
+    rest = json.loads(json.dumps({key: value for key, value in meta.items() if key != SUM}))
+    return {**meta, SUM: zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
 
 
 def _is_there(folder: Any, number: int) -> bool:
@@ -228,6 +228,7 @@ def _dtype(name: str) -> Any:
 
 
 def array_key(number: int) -> str:
+    """The key of the array of a leaf, by its position among all leaves that were saved."""
     return f"{number:06}"
 
 

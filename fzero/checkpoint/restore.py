@@ -19,7 +19,8 @@ import optax
 from jax.tree_util import all_leaves
 
 from fzero.axes import DATA, zero_sizes
-from fzero.checkpoint.metadata import Checkpoint, array_path, checkpoint, instead, read_meta
+from fzero.checkpoint.metadata import Checkpoint, array_key, array_path, checkpoint, instead
+from fzero.checkpoint.seal import read_matching
 from fzero.checkpoint.write import first_says, wait
 from fzero.compat import outside_of_meshes
 from fzero.errors import CheckpointError, some_of, warn
@@ -195,7 +196,7 @@ class _StoredState:
         import tensorstore
 
         self.about, self.blue, self.fields, self.fresh = about, blue, fields, fresh
-        self.meta = read_meta(about.path, about.number)
+        self.meta = read_matching(about.path, about.number)
         self.numbers = {path: number for number, path in enumerate(about.leaves)}
         self.context = tensorstore.Context()
         if fresh and about.plan.pipe > 1:
@@ -474,9 +475,8 @@ class _StoredState:
             ) from error
 
     def _file(self, number: int, shape: tuple[int, ...], dtype: str) -> _File:
-        about, shards = self.about, self.meta.get("parts", ())
-        where = array_path(about.path, about.number, number, shards)
-        return _File(where, shape, dtype, self.context)
+        where = self.about.path, self.about.number, array_key(number), self.meta.get("parts", ())
+        return _File(array_path(*where), shape, dtype, self.context)
 
 
 class _File(LazyArray):

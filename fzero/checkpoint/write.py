@@ -28,6 +28,7 @@ import numpy as np
 from fzero.axes import zero_sizes
 from fzero.checkpoint import claim, objects
 from fzero.checkpoint.metadata import FORMAT, absolute_path, array_key, sealed
+from fzero.checkpoint.seal import SEAL, seal_of
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key
@@ -151,6 +152,7 @@ def save(
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "ways": {p: ways for p, x in leaves.items() if max(ways := ways_of(x), default=1) > 1},
         "rng": [str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tolist()],
+        SEAL: True,
     }
     with _one_writer(absolute_path(path)):
         earlier = _end(path)  # an error of one process alone: in a store none stops here
@@ -191,7 +193,8 @@ def _to_directory(
     _OPEN[folder] = _Open(manager)
     number = first_says(lambda: _after(manager.latest_step()))
     _OPEN[folder] = _Open(manager, number)
-    manager.save(number, args=items(arrays, shards, sealed(meta | {"parts": sorted(shards)})))
+    meta = sealed(meta | {"parts": sorted(shards)})
+    manager.save(number, args=items(arrays | {SEAL: seal_of(meta)}, shards, meta))
     before, _LAST[folder] = _LAST.get(folder, number), number
     if number > before + 1 and jax.process_index() == 0:
         warn(
@@ -209,9 +212,10 @@ def _to_objects(
     arrays, shards = _split_by_writer(leaves)
     url = absolute_path(path)
     number = first_says(lambda: objects.begin(url))
-    meta = sealed(meta | {"parts": sorted({**arrays, **shards})})
+    meta = sealed(meta | {"parts": sorted({**arrays, **shards, SEAL: None})})
     _finish_at_exit()
-    _OPEN[url] = _Open(objects.Writer(url, number, {**arrays, **shards}, meta, keep), number)
+    arrays = {**arrays, **shards, SEAL: seal_of(meta)}
+    _OPEN[url] = _Open(objects.Writer(url, number, arrays, meta, keep), number)
     return number
 
 
