@@ -115,6 +115,32 @@ def holds_adam(opt_state: Any) -> bool:
     return any(isinstance(node, optax.ScaleByAdamState) for _, node in _nodes(opt_state))
 
 
+def is_adam(tx: optax.GradientTransformation) -> bool:
+    """Whether what a transformation keeps in a `ScaleByAdamState` may be Adam's moments.
+
+    `optax.adamax` and `yogi` keep other numbers there. Tried with four numbers: a second moment
+    `nu' = b2 nu + c g**2` with 0 < b2 < 1 and c > 0 is Adam's, whatever scales gradients before. A
+    transformation that wants parameters of its own names is believed.
+    """
+    params = {"w": np.ones(4, np.float32)}
+    grads = np.asarray([[1, -20, 3, 7], [0.5, 1, -2, 0.1], [-3, 0.2, 0.4, 1]], np.float32)
+    try:
+        state, seen = tx.init(params), [np.zeros(4)]
+        for grad in grads:
+            _, state = tx.update({"w": grad}, state, params)
+            (found,) = [x for _, x in _nodes(state) if isinstance(x, optax.ScaleByAdamState)]
+            seen.append(np.asarray(found.nu["w"], np.float64))
+    except Exception:  # whatever it says of parameters that are not its own
+        return True
+    for old, new, grad in zip(seen[1:], seen[2:], grads[1:], strict=False):
+        terms = np.stack([old, np.float64(grad) ** 2], 1)
+        (decay, share), *_ = np.linalg.lstsq(terms, new, rcond=None)
+        like = np.allclose(terms @ (decay, share), new, 1e-5)  # float32's roundings
+        if not (like and 0 < decay < 1 - 1e-6 and share > 0):
+            return False
+    return True
+
+
 def follows_schedule(opt_state: Any) -> bool:
     """Whether an optax state counts the steps of a schedule."""
     return any(

@@ -30,7 +30,7 @@ from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.module.moments import Moments
-from torch_bridge.moments import other_state, with_moments
+from torch_bridge.moments import is_adam, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import fit_leaves, missing_names
 
@@ -137,8 +137,13 @@ def restore(
         model = converted.model(_no_loss, chain=chain)
         linked = isinstance(model, Sequential)
         model = model.with_init(converted.by_link(*values) if linked else trained)
-    if moments is None:
+    if moments is None or tx is None:
         return init(model, tx, plan, rng, devices=devices)
+    if not is_adam(tx):
+        raise CheckpointError(
+            f"restore: {where} has moments of Adam, and the optimizer keeps others where optax"
+            " keeps Adam's, as optax.adamax does. Pass optimizer=False to take the weights alone"
+        )
     there = _flat(plan)
     state = _with_moments(converted, init(model, tx, there, rng, devices=devices), moments, where)
     return state if there is plan else replan(state, model, tx, there, plan, devices=devices)

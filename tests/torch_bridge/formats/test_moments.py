@@ -337,6 +337,26 @@ def test_moments_are_floats(dtype: torch.dtype) -> None:
         read_optimizer(_numbered({0: entry}, [0]), "last.ckpt")
 
 
+NOT_ADAM = {"adamax": optax.adamax, "yogi": optax.yogi}
+
+
+@pytest.mark.parametrize("name", [*NOT_ADAM, "adamw", "chain", "inject", "groups"])
+def test_an_optimizer_that_keeps_others_in_adams_state_takes_none(name, tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    file, plan = tmp_path / "last.pt", fz.Plan(data=1)
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    converted = tb.convert(module, torch.ones(4, 3))
+    if name in TRANSFORMATIONS:
+        state = tb.restore(file, converted, TRANSFORMATIONS[name], plan, key="model")
+        assert int(state.step) == 1
+        return
+    with pytest.raises(CheckpointError, match=r"as optax\.adamax does\. Pass optimizer=False"):
+        tb.restore(file, converted, NOT_ADAM[name](1e-3), plan, key="model")
+
+
 def test_a_file_whose_adam_is_at_several_steps_gives_its_weights_alone(tmp_path: Path) -> None:
     """As one has whose parameters were frozen for a while."""
     module = torch.nn.Linear(3, 2)
