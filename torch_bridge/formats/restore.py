@@ -30,6 +30,7 @@ from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.module.moments import Moments
+from torch_bridge.module.wrappers import common_prefix
 from torch_bridge.moments import is_adam, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import fit_leaves, missing_names
@@ -216,6 +217,7 @@ def _moments(
         names = [name for group in groups for name in group["params"]]
     if optimizer.named:
         moments = optimizer.moments()
+        prefix = prefix or common_prefix([*moments.exp_avg], set(converted.layout.leaf_of()))
         strip = {n: n.removeprefix(prefix) for n in moments.exp_avg if n.startswith(prefix)}
         return Moments(
             moments.step,
