@@ -47,7 +47,7 @@ zero_flag = partial(
     "--zero",
     min=0,
     max=3,
-    help="ZeRO stage: from 1 optimizer state is divided, from 2 gradients, at 3 weights.",
+    help="ZeRO stage: from 1 the optimizer's state is divided (2 is the same), at 3 weights.",
 )
 precision_flag = partial(of_plan, "--precision", help="What forward and backward compute in.")
 seed_flag = partial(of_training, "--seed")
