@@ -158,11 +158,6 @@ def to_host(value: jax.Array) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Host)
 
 
-def is_on_host(value: jax.Array) -> bool:
-    """Inside jit, whether a value is in pinned host memory."""
-    return jax.typeof(value).memory_space == jax.memory.Space.Host
-
-
 def traced_platform() -> str:
     """The platform (`cpu`, `gpu`) of the devices that a program is being traced for.
 

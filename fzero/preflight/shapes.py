@@ -12,7 +12,7 @@ import numpy as np
 
 from fzero.axes import DATA, TOKENS
 from fzero.batch import Inputs, batch_sharding
-from fzero.compat import abstract_mesh, is_on_host
+from fzero.compat import abstract_mesh, is_traced_on_host
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
@@ -100,7 +100,7 @@ def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -
         rules = keeping_rules(blue.model, passes.rules(), *args)
         saved = first_saved(blue.model, rules, *args)
         further = blue.plan.further
-        away = sum(leaf_bytes(x) for x in jax.tree.leaves(saved) if is_on_host(x))
+        away = sum(leaf_bytes(x) for x in jax.tree.leaves(saved) if is_traced_on_host(x))
         divided = math.prod(further.get(axis, 1) for axis in TOKENS)
         found.append(SavedBytes(*saved_bytes(saved, further), away // divided))
         return ()
