@@ -174,6 +174,22 @@ def regrouped(tree: PyTree) -> PyTree:
     return jax.tree.map(of, tree, is_leaf=is_layers)
 
 
+@dataclass(frozen=True, eq=False)
+class Numbered:
+    """A leaf's shape, and its number in its tree."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    at: int
+
+
+def numbered(tree: PyTree) -> PyTree:
+    """A tree's leaves as their numbers, `regrouped`."""
+    leaves, structure = jax.tree.flatten(tree)
+    numbers = [Numbered(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
+    return regrouped(jax.tree.unflatten(structure, numbers))
+
+
 def _alike(stack: str, leaves: tuple[Any, ...]) -> Any:
     kinds = {(tuple(leaf.shape), leaf.dtype) for leaf in leaves}
     return Layers(stack, leaves) if len(kinds) == 1 else leaves

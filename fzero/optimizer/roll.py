@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, regrouped, stack_of
+from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, numbered, stack_of
 from fzero.optimizer.operations import frozen, is_heavy
 from fzero.programs.jaxprs import Op, Program, Var
 from fzero.tree import PyTree
@@ -45,15 +45,6 @@ class _Input:
         return jax.ShapeDtypeStruct(
             value.shape if self.layer is None else value.shape[1:], value.dtype
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Result:
-    """A result of the function, before its value is known."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    at: int
 
 
 def layers_of(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
@@ -84,7 +75,6 @@ def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> P
         stacks: the stacks' rows.
     """
     leaves, tree = jax.tree.flatten(shapes)
-    numbered = [_Result(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
     flat: list[Any] = [None] * len(leaves)
 
     def fill(node: Any, leaf: Any) -> None:
@@ -96,8 +86,7 @@ def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> P
         ):
             flat[one.at] = given
 
-    grouped = regrouped(jax.tree.unflatten(tree, numbered))
-    jax.tree.map(fill, grouped, state, is_leaf=is_layers)
+    jax.tree.map(fill, numbered(shapes), state, is_leaf=is_layers)
     return jax.tree.unflatten(tree, flat)
 
 
@@ -185,10 +174,7 @@ class Rolled:
         run = _RolledRun(self, scope)
         for op in self.program.ops:
             run.op(op)
-        leaves, tree = jax.tree.flatten(self.out)
-        results = [_Result(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
-        grouped = regrouped(jax.tree.unflatten(tree, results))
-        return jax.tree.map(run.result, grouped, is_leaf=is_layers)
+        return jax.tree.map(run.result, numbered(self.out), is_leaf=is_layers)
 
 
 def _kind(op: Op) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import optax
 
 from fzero.errors import PlanError
 from fzero.optimizer.follow import Follow, TermValue, program_of
-from fzero.optimizer.layers import Rows, Scope, as_layers, is_layers, regrouped, scope_of
+from fzero.optimizer.layers import Rows, Scope, as_layers, is_layers, numbered, scope_of
 from fzero.optimizer.optimizer import Traced, shape_key, traced
 from fzero.optimizer.terms import OWN, Terms
 from fzero.optimizer.zeros import Zeros
@@ -146,10 +146,7 @@ class _Comparison:
 
     def _leaves(self, stacked: PyTree, written: PyTree, field: str) -> list[_Leaf]:
         """The leaves of both programs' trees beside each other."""
-        flat, tree = jax.tree.flatten(written)
-        numbered = [_Numbered(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(flat)]
-        grouped = regrouped(jax.tree.unflatten(tree, numbered))
-        nodes = jax.tree_util.tree_flatten_with_path(grouped, is_leaf=is_layers)[0]
+        nodes = jax.tree_util.tree_flatten_with_path(numbered(written), is_leaf=is_layers)[0]
         leaves = jax.tree_util.tree_flatten_with_path(stacked)[0]
         names = [[path_name(path) for path, _ in one] for one in (leaves, nodes)]
         if names[0] != names[1]:
@@ -270,10 +267,3 @@ class _Comparison:
                     f"ranks hold different numbers of layers of {stack!r}, and the rows of zeros"
                     f" that fill up shorter ones would count in its operation {kind}"
                 )
-
-
-@dataclass(frozen=True, eq=False)
-class _Numbered:
-    shape: tuple[int, ...]
-    dtype: Any
-    at: int
