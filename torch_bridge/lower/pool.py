@@ -44,10 +44,10 @@ class _Windows:
         x: Any,
         dims: int,
         kernel: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        ceil_mode: bool,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
     ) -> None:
         self.kernel = _each(kernel, dims)
         self.stride = _each(stride, dims) if stride not in (None, [], ()) else self.kernel
@@ -78,21 +78,13 @@ class _Windows:
         )
 
 
-def _max_pool(
-    x: jax.Array | Last,
-    dims: int,
-    kernel: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Any:
+def _max_pool(x: jax.Array | Last, dims: int, *args: Any, **kwargs: Any) -> Any:
     x = over(x, dims)
-    windows = _Windows(x, dims, kernel, stride, padding, dilation, ceil_mode)
+    windows = _Windows(x, dims, *args, **kwargs)
     if any(d > 1 for d in windows.dilation):
         # lax.reduce_window has no gradient with dilated windows.
         if isinstance(x, Last):
-            return _max_pool(x.in_order(), dims, kernel, stride, padding, dilation, ceil_mode)
+            return _max_pool(x.in_order(), dims, *args, **kwargs)
         return _best_slices(x, windows)[0]
     array, _ = features(x)
     return like(x, _largest_of(windows, range(windows.lead, windows.lead + dims))(array))
@@ -132,7 +124,7 @@ def _with_index(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax
     plane = x.shape[-dims:]
     flat = jnp.arange(math.prod(plane), dtype=np.int32)
     index = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
-    windows = _Windows(x, dims, *_pool_args(*args, **kwargs))
+    windows = _Windows(x, dims, *args, **kwargs)
     values, index = _best_slices(x, windows, index)
     return values, index.astype(canonical("int64"))
 
@@ -159,12 +151,6 @@ def max_unpool(x: jax.Array, index: jax.Array, output_size: Sequence[int], *_: A
     kept = out.at[where].set(jax.lax.stop_gradient(values))
     kept = kept + out.at[where].add(sloped(values, jnp.ones_like(values)))
     return jnp.reshape(jnp.where(outside, lost(x), kept), (*lead, *output_size))
-
-
-def _pool_args(
-    kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> tuple[Any, ...]:
-    return kernel, stride, padding, dilation, ceil_mode
 
 
 def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
@@ -206,7 +192,7 @@ def _avg_pool(
     divisor_override: int | None = None,
 ) -> Any:
     x = over(x, dims)
-    windows = _Windows(x, dims, kernel, stride, padding, 1, ceil_mode)
+    windows = _Windows(x, dims, kernel, stride, padding, ceil_mode=ceil_mode)
     array, _ = features(x)
     wide = cast(array, accumulation_dtype(array))
     total = windows.reduce(wide, 0, jax.lax.add)
