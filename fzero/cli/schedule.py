@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,7 +68,7 @@ def parse_cost(text: str) -> Cost:
         >>> parse_cost("f=1,b=2.5,send=0.1").b
         2.5
     """
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for pair in filter(None, (entry.strip() for entry in text.split(","))):
         key, equals, value = pair.partition("=")
         try:
@@ -81,13 +82,7 @@ def parse_cost(text: str) -> Cost:
                 f"got {pair!r}"
             )
         values[key] = number
-    return Cost(
-        f=values.get("f", 1.0),
-        b=values.get("b"),
-        i=values.get("i"),
-        w=values.get("w"),
-        send=values.get("send", 0.0),
-    )
+    return Cost(**values)
 
 
 def describe(timeline: Timeline) -> dict[str, Any]:
@@ -230,14 +225,7 @@ def comparison(ranks: int, microbatches: int, cost: Cost) -> Table:
         built = schedule(
             builder.name, stages=ranks * chunks, microbatches=microbatches, chunks=chunks
         )
-        divided = Cost(
-            f=cost.f,
-            b=cost.b,
-            i=cost.i,
-            w=cost.w,
-            send=cost.send,
-            per_stage=(1 / chunks,) * (ranks * chunks),
-        )
+        divided = replace(cost, per_stage=(1 / chunks,) * (ranks * chunks))
         timeline = simulate(built, divided)
         spans = zip(timeline.idle_s_in_span_per_rank, timeline.span_s_per_rank, strict=True)
         table.add_row(
