@@ -197,6 +197,13 @@ def as_held(value: int, dtype: np.dtype[Any]) -> int:
     )
 
 
+def as_counted(x: Any, dtype: torch.dtype | None) -> jax.Array:
+    """What torch's `prod` or `cumsum` takes of `x`: in `dtype`, or bool and integers in 64 bits."""
+    if dtype is not None:
+        return cast(x, jax_dtype(dtype))
+    return jnp.asarray(x) if is_float(x) or is_complex(x) else cast(x, canonical("int64"))
+
+
 def promote(*operands: Any) -> tuple[jax.Array, ...]:
     """All operands cast to torch's common dtype."""
     dtype = result_dtype(*operands)

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_bridge.dtypes import (
     accumulation_dtype,
-    canonical,
+    as_counted,
     cast,
     is_bool,
     is_complex,
@@ -369,24 +369,18 @@ def nan_to_num(x: jax.Array, nan: Any = None, posinf: Any = None, neginf: Any = 
 
 @register_operator("aten.cumsum.default")
 def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    if dtype is not None:
-        x = cast(x, jax_dtype(dtype))
-    elif not (is_float(x) or is_complex(x)):
-        x = cast(x, canonical("int64"))  # bool and small integers count in 64 bits
+    x = as_counted(x, dtype)
     if x.ndim == 0:
-        return jnp.asarray(x)
+        return x
     wide = cast(x, accumulation_dtype(x))
     return jnp.cumsum(wide, axis=dim).astype(x.dtype)
 
 
 @register_operator("aten.cumprod.default")
 def cumprod(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    if dtype is not None:
-        x = cast(x, jax_dtype(dtype))
-    elif not (is_float(x) or is_complex(x)):
-        x = cast(x, canonical("int64"))
+    x = as_counted(x, dtype)
     wide = cast(x, accumulation_dtype(x))
-    return jnp.cumprod(wide, axis=dim).astype(x.dtype) if x.ndim else jnp.asarray(x)
+    return jnp.cumprod(wide, axis=dim).astype(x.dtype) if x.ndim else x
 
 
 @register_operator("aten._to_copy.default", "prims.convert_element_type.default")

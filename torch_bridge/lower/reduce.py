@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
+from torch_bridge.dtypes import (
+    accumulation_dtype,
+    as_counted,
+    canonical,
+    cast,
+    is_complex,
+    is_float,
+    jax_dtype,
+)
 from torch_bridge.lower.arithmetic import absolute
 from torch_bridge.lower.features_last import Last, takes_last
 from torch_bridge.lower.registry import register_operator
@@ -59,11 +67,7 @@ def mean(x: jax.Array | Last, dim: Dims = None, keepdim: bool = False, dtype: An
 
 @register_operator("aten.prod.default", "aten.prod.dim_int")
 def prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
-    if dtype is not None:
-        x = cast(x, jax_dtype(dtype))
-    elif not (is_float(x) or is_complex(x)):
-        x = cast(x, canonical("int64"))
-    return jnp.prod(x, axis=axes_of(x, dim), keepdims=keepdim)
+    return jnp.prod(as_counted(x, dtype), axis=axes_of(x, dim), keepdims=keepdim)
 
 
 def argmax(x: jax.Array, axis: int | None = None, keepdims: bool = False) -> jax.Array:
