@@ -22,7 +22,7 @@ from fzero.sharding.lazy_array import Index
 from torch_bridge.formats.adam import MOMENTS, at_one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.mapped_tensors import Mapped, find_tensor, map_file
-from torch_bridge.formats.torch_files import cause_of, sizes_of
+from torch_bridge.formats.torch_files import cause_of, sizes_of, ties_in
 from torch_bridge.module.lazy_tensor import LazyTensor
 
 
@@ -108,15 +108,8 @@ def read_dcp(folder: Path) -> Checkpoint:
         for path, (_, lazy) in rest.items()
         if lazy is not None and path[: len(prefix)] == prefix
     }
-    tensors: dict[str, LazyTensor] = {}
-    ties: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, lazy in found.items():
-        same = first.setdefault(chunks.locations(lazy.name) or name, name)
-        if same == name:
-            tensors[name] = lazy.named(name)
-        else:
-            ties[name] = same
+    ties = ties_in({name: chunks.locations(lazy.name) for name, lazy in found.items()})
+    tensors = {name: lazy.named(name) for name, lazy in found.items() if name not in ties}
     extra = {".".join(map(str, p)): chunks.value(n) for p, (n, lazy) in rest.items()
              if lazy is None and len(p) <= 2 and "param_groups" not in str(p)}  # fmt: skip
     version = getattr(about, "version", None)

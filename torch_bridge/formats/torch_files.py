@@ -190,17 +190,20 @@ def lazy_tensors(
     content: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Tensors of one file, and the ties among them (names of exactly the same memory)."""
-    found: dict[str, LazyTensor] = {}
-    ties: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in content.items():
-        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        kept = first.setdefault(memory if tensor.numel() else name, name)
-        if kept == name:
-            found[name] = in_memory(name, tensor, file)
-        else:
-            ties[name] = kept
+    memory = {
+        name: (x.data_ptr(), x.dtype, tuple(x.shape), x.stride()) if x.numel() else None
+        for name, x in content.items()
+    }
+    ties = ties_in(memory)
+    found = {name: in_memory(name, x, file) for name, x in content.items() if name not in ties}
     return found, ties
+
+
+def ties_in(memory: Mapping[str, Any]) -> dict[str, str]:
+    """Names of the same memory, each with the first one; nothing stands for memory of its own."""
+    first: dict[Any, str] = {}
+    kept = {name: first.setdefault(where or name, name) for name, where in memory.items()}
+    return {name: one for name, one in kept.items() if one != name}
 
 
 def read_sharded_bin(index: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
