@@ -199,12 +199,7 @@ def has_complex(jaxpr: Any) -> bool:
 
 
 def _has(jaxpr: Any, holds: Callable[[Any], bool]) -> bool:
-    for equation in jaxpr.eqns:
-        if holds(equation):
-            return True
-        for value in equation.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns") and _has(inner, holds):
-                    return True
-    return False
+    return any(
+        holds(equation) or any(_has(inner, holds) for inner in inner_jaxprs(equation))
+        for equation in jaxpr.eqns
+    )
