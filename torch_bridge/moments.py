@@ -17,7 +17,7 @@ from fzero.sharding.lazy_array import Index, LazyArray, Stacked
 from fzero.sharding.relayout import TO_ONE_RANK, copy_leaf, over_ranks
 from fzero.state.array_facts import GIVEN
 from fzero.storage.tiers import require_on_device
-from fzero.tree import named_leaves, path_name
+from fzero.tree import named_leaves, owner_of, path_name
 from torch_bridge.converted import Converted
 from torch_bridge.module.moments import Moments
 from torch_bridge.module.names import Leaf
@@ -173,17 +173,10 @@ def other_state(converted: Converted | ConvertedSequential, opt_state: Any, besi
     if holds_adam(opt_state):
         found = _Found(converted, opt_state, "other_state")
         adam, names = {**found.mu, **found.nu}, set(() if beside else found.leaves)
-
-    def moment(path: str) -> _Moment | None:
-        """Whose leaf it is: of the parameter whose path its own ends with."""
-        words = path.split("/")
-        ends = ("/".join(words[i:]) for i in range(len(words)))
-        return next((params[end] for end in ends if end in params), None)
-
     others = []
     for path, leaf in named_leaves(opt_state):
-        own = moment(path) if leaf.shape and path not in adam else None
-        if own is not None and own.leaves[0].name not in names and "acc_grads" not in path:
+        own = owner_of(path, params) if leaf.shape and path not in adam else None
+        if own and params[own].leaves[0].name not in names and "acc_grads" not in path:
             others.append(f"opt_state/{path}")
     return f"{others[0]}{' and others' * (len(others) > 1)}" if others else ""
 
