@@ -87,11 +87,8 @@ _FOUND: ContextVar[list[Paths] | None] = ContextVar("fzero_products_in_float8", 
 def products_found() -> Iterator[list[Paths]]:
     """Of the products that are traced in 8 bits while this is open, the parameters."""
     found: list[Paths] = []
-    token = _FOUND.set(found)
-    try:
+    with compat.set_within(_FOUND, found):
         yield found
-    finally:
-        _FOUND.reset(token)
 
 
 def _paths(path: str, layer: str, reads: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.compat import set_within
 from fzero.errors import ConversionError
 from fzero.links import Mean
 from torch_bridge.export.stand_ins.replacement import as_class
@@ -99,11 +100,8 @@ def capacity_of(module: torch.nn.Module, capacity: float | None, train: bool) ->
         if not self.training:
             return kind.forward(self, *args, **kwargs)
         count = _Count(float(capacity), self)
-        before = _COUNT.set(count)
-        try:
+        with set_within(_COUNT, count):
             output = kind.forward(self, *args, **kwargs)
-        finally:
-            _COUNT.reset(before)
         if not count.mixtures:
             raise ConversionError(
                 f"tb.convert(capacity=...): no mixture of transformers' interface ran in the"
