@@ -119,9 +119,9 @@ class Rules:
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
         exact = self.exact or not is_floating(leaf) or found_in(self.plan.keep_fp32, split.path)
         if self.sharded and self.plan.gather_dtype == "int8" and not exact:
-            return self._ready(gather_int8(leaf, split, split.compute, again))
+            return self.fence(gather_int8(leaf, split, split.compute, again))
         leaf = round_to(leaf, split.compute)
-        return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
+        return self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
 
     def may_narrow(self, split: Split) -> bool:
         """Whether a parameter could be gathered in 8 bits, if nothing reads it in another way."""
@@ -143,11 +143,8 @@ class Rules:
             whole = self._on_shards(
                 split, partial(gather, split=split, group=self.group, again=again), bits, True
             )
-            found.append(Narrow(self._ready(whole), unit))
+            found.append(Narrow(self.fence(whole), unit))
         return found
-
-    def _ready(self, whole: jax.Array) -> jax.Array:
-        return bits.fence(whole) if self.fenced else whole
 
     def secondary_shard(self, split: Split, whole: jax.Array) -> jax.Array | None:
         """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
@@ -162,7 +159,7 @@ class Rules:
             return self.fetch(split, leaf, again=True)
 
         def join(secondary: jax.Array) -> jax.Array:
-            return self._ready(gather_secondary(secondary, split, self.group))
+            return self.fence(gather_secondary(secondary, split, self.group))
 
         return self._on_shards(split, join, secondary)
 
