@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.processes import in_turn
-from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, run_ops
 from fzero.programs.sites import Section
 
 
@@ -175,9 +175,7 @@ def _runner(
                     rows = value.shape[cut.dim] // cut.count
                     value = jax.lax.dynamic_slice_in_dim(value, index * rows, rows, cut.dim)
             env[same[var]] = value
-        for op in ops:
-            operands = [env[x] if isinstance(x, Var) else x for x in op.operands]
-            env.update(zip(op.results, op.run(operands), strict=True))
+        run_ops(ops, env)
         out = []
         for i, var in enumerate(section.gives):
             value = env[same[var]]

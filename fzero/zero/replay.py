@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from fzero.programs.jaxprs import Program, Var
+from fzero.programs.jaxprs import Program, Var, read
 from fzero.tree import PyTree
 from fzero.zero.float8_weights import Narrow, narrow_inputs, run_op
 
@@ -117,7 +117,7 @@ class _Replay:
         for index, op in enumerate(self.program.ops):
             if index in following:
                 self._fetch(following[index], self._anchor(index))
-            values = run_op(op, [self._read(x) for x in op.operands])
+            values = run_op(op, [read(self.env, x) for x in op.operands])
             self.env.update(zip(op.results, values, strict=True))
             self.live.extend(op.results)
             for var in op.results:
@@ -127,7 +127,7 @@ class _Replay:
                     done[behind] = finish(behind, self.env[var])
         for i, x in enumerate(outputs):
             if i not in done:
-                value = self._read(x)
+                value = read(self.env, x)
                 done[i] = finish(i, value) if finish and i < num_grads else value
         return [done[i] for i in range(len(outputs))]
 
@@ -162,9 +162,6 @@ class _Replay:
             shards, self.env[anchor] = jax.lax.optimization_barrier((shards, self.env[anchor]))
         for var, shard in zip(weights, shards, strict=True):
             self.env[var] = self.gather(self.weights[var], shard)
-
-    def _read(self, operand: Any) -> Any:
-        return self.env[operand] if isinstance(operand, Var) else operand
 
 
 def _is_var(operand: Any) -> bool:

@@ -141,7 +141,7 @@ class Pullback:
         env: dict[Var, Any] = dict(zip(self.residuals, residuals, strict=True))
         env.update({var: known[index] for var, index in self.known.items()})
         run_ops(self.ops, env)
-        leaves = [env[x] if isinstance(x, Var) else x for x in self.leaves]
+        leaves = [read(env, x) for x in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)(cotangent)
 
 
