@@ -92,6 +92,11 @@ def is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
+def key_bits(leaf: Any) -> Any:
+    """A random key's bits; any other leaf as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
 def run_equation(equation: Any, values: Sequence[Any], scope: Sequence[Any]) -> list[Any]:
     """Applies one equation of a jaxpr to values, in the context it was traced in.
 

@@ -31,7 +31,7 @@ from fzero.checkpoint.metadata import FORMAT, absolute_path, array_key, sealed
 from fzero.checkpoint.seal import SEAL, seal_of
 from fzero.checkpoint.shards import is_elsewhere
 from fzero.checkpoint.urls import is_url
-from fzero.compat import is_key
+from fzero.compat import key_bits
 from fzero.errors import CheckpointError, PlanError, warn
 from fzero.hosts.activity import doing
 from fzero.hosts.join import fail
@@ -292,7 +292,7 @@ def _readable(leaf: Any, name: str) -> Any:
                 f" [{name.split('/')[0]!r}])"
             )
         return np.concatenate([np.asarray(slab) for slab in slabs], leaf.dim)
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return key_bits(leaf)
 
 
 def first_says(find: Callable[[], int]) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fzero.compat import is_key
+from fzero.compat import is_key, key_bits
 from fzero.errors import FzeroError, PlanError
 from fzero.optimizer.layers import Scope, scope_of
 from fzero.tree import PyTree, named_leaves, same_structure
@@ -223,5 +223,4 @@ def _keys(state: PyTree, kinds: Sequence[Any]) -> PyTree:
 
 
 def _bits(leaf: Any) -> Any:
-    leaf = jnp.asarray(leaf)  # an update may give a number
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return key_bits(jnp.asarray(leaf))  # an update may give a number

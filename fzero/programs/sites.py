@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.compat import is_key
+from fzero.compat import is_key, key_bits
 from fzero.errors import StateError
 from fzero.processes import copied, from_host, jit_on
 from fzero.programs.jaxprs import Op, Program, Var, run_ops
@@ -406,9 +406,6 @@ def placed_with_key(
     Keys travel as their bits: shards of a key array cannot be put together again.
     """
 
-    def bits(leaf: Any) -> Any:
-        return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
     # Keys are all of one kind here: those of the state.
     impl = next((jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x)), None)
 
@@ -418,14 +415,14 @@ def placed_with_key(
         )
 
     def with_bits(*plain: Any) -> PyTree:
-        return jax.tree.map(bits, function(*keys(plain, like)))
+        return jax.tree.map(key_bits, function(*keys(plain, like)))
 
     made: list[PlacedFunction] = []
     like, out = jax.eval_shape(lambda *args: (args, function(*args)), *args)
 
     def run(*args: Any) -> PyTree:
         whole = NamedSharding(everywhere, PartitionSpec())
-        plain = jax.tree.map(lambda x: from_host(bits(x), whole) if is_key(x) else x, args)
+        plain = jax.tree.map(lambda x: from_host(key_bits(x), whole) if is_key(x) else x, args)
         shapes = jax.tree.map(lambda x: shape_at(x, x.sharding), plain)
         if not made:
             made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))

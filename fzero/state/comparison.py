@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.compat import is_key
+from fzero.compat import key_bits
 from fzero.errors import DivergenceError, NonFiniteError
 from fzero.hosts.activity import doing
 from fzero.hosts.agree import exchange
@@ -107,7 +107,7 @@ def check_finite(state: TrainState) -> None:
 def _marked(state: TrainState, point: str) -> list[tuple[str, Any, dict[int, Mark]]]:
     """Every leaf with what is known of its shard on each device, of all processes."""
     leaves = [
-        (path, jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        (path, key_bits(leaf))
         for path, leaf in named_leaves(fields_of(state))
         if isinstance(leaf, jax.Array) and tier_of(leaf) == DEVICE and leaf.size
     ]

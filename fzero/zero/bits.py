@@ -56,14 +56,14 @@ def apart(function: Callable[[], PyTree], unknown: jax.Array, needed: bool = Tru
     """
     if not needed:
         return function()
-    shapes = jax.eval_shape(lambda: _without_keys(function()))
+    shapes = jax.eval_shape(lambda: jax.tree.map(compat.key_bits, function()))
     kinds: list[Any] = []
 
     def run() -> PyTree:
         out = function()
         kinds.extend(jax.random.key_impl(x) if compat.is_key(x) else None
                      for x in jax.tree.leaves(out))  # fmt: skip
-        return _without_keys(out)
+        return jax.tree.map(compat.key_bits, out)
 
     def never() -> PyTree:
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
@@ -76,10 +76,6 @@ def apart(function: Callable[[], PyTree], unknown: jax.Array, needed: bool = Tru
         for x, impl in zip(leaves, kinds, strict=False)
     ]
     return jax.tree.unflatten(treedef, keyed)
-
-
-def _without_keys(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.random.key_data(x) if compat.is_key(x) else x, tree)
 
 
 def as_bits(value: jax.Array, group: Group) -> jax.Array:
