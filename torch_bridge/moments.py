@@ -17,7 +17,7 @@ from fzero.sharding.lazy_array import Index, LazyArray, Stacked
 from fzero.sharding.relayout import TO_ONE_RANK, copy_leaf, over_ranks
 from fzero.state.array_facts import GIVEN
 from fzero.storage.tiers import require_on_device
-from fzero.tree import named_leaves, owner_of, path_name
+from fzero.tree import named_leaves, owner_of, path_name, shape_at
 from torch_bridge.converted import Converted
 from torch_bridge.module.moments import Moments
 from torch_bridge.module.names import Leaf
@@ -349,8 +349,7 @@ def _given(leaves: Mapping[str, Leaf], moments: Moments) -> dict[str, str]:
 def _replaced(old: Any, value: Any) -> Any:
     """A value in the shape, dtype and sharding of a leaf of the optimizer state."""
     if isinstance(old, jax.Array):
-        to = jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding)
-        return copy_leaf(value, to)
+        return copy_leaf(value, shape_at(old, old.sharding))
     host = np.asarray(value)
     widths = [(0, new - had) for had, new in zip(host.shape, np.shape(old), strict=True)]
     return np.pad(host, widths).astype(np.asarray(old).dtype)

@@ -45,7 +45,7 @@ from fzero.sharding.split import (
     update_dtype,
 )
 from fzero.sharding.split_state import split_averages, split_opt_state
-from fzero.tree import PyTree, is_floating, key_name, named_leaves
+from fzero.tree import PyTree, is_floating, key_name, named_leaves, shape_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +239,7 @@ class Blueprint:
 
     def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The leaf's shape, whole on every device."""
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, PartitionSpec())
-        )
+        return shape_at(leaf, NamedSharding(self.mesh, PartitionSpec()))
 
     def shapes(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of every field of the state, as if all on the device."""
@@ -268,9 +266,7 @@ class Blueprint:
                 for name in OWNED
             },
             "buffers": self._map_buffers(
-                lambda home, leaf: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=sharding(home, PartitionSpec())
-                )
+                lambda home, leaf: shape_at(leaf, sharding(home, PartitionSpec()))
             ),
             "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
             "loss_scale": jax.tree.map(self.replicated, scale),

@@ -18,7 +18,7 @@ from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
 from fzero.storage.tiers import on_device
-from fzero.tree import PyTree, named_leaves, owner_of
+from fzero.tree import PyTree, named_leaves, owner_of, shape_at
 from fzero.zero.options import deterministic_options
 
 
@@ -140,10 +140,7 @@ class PlacedUpdate:
         # by the plan and the model.
         key = name, str(jax.tree.structure(args)), tuple(x.dtype for x in jax.tree.leaves(args))
         if key not in self._functions:
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)),
-                args,
-            )
+            shapes = jax.tree.map(lambda x: shape_at(x, on_device(x.sharding)), args)
             labels = tuple(
                 {entry: self._labels(entry, tree) for entry, tree in values.items()}
                 for values in args

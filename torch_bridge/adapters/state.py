@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
@@ -16,6 +15,7 @@ from fzero.sharding.lazy_array import LazyArray
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
+from fzero.tree import shape_at
 from torch_bridge.converted import Converted
 from torch_bridge.formats.adapters import by_key, merged_content, plain_adapter, update_of, wide
 from torch_bridge.formats.peft import fitted, read_fitting
@@ -115,8 +115,7 @@ def with_adapter(
     def put(link: str, key: str, old: Any) -> Any:
         if key not in entries or old is None:  # (frozen leaves have no average)
             return old
-        to = jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding)
-        return copy_leaf(entries[key], to, homes.get(link))
+        return copy_leaf(entries[key], shape_at(old, old.sharding), homes.get(link))
 
     def put_all(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {
