@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -132,7 +131,10 @@ def key_of(rng: int | jax.Array, operation: str = "init") -> jax.Array:
 
 def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
     """A new state of parameters and buffers that lie on the device as the plan keeps them."""
-    derived = partial(_derived_from_kept, blue)
+
+    def derived(kept: PyTree, key: jax.Array) -> dict[str, Any]:
+        return _derived(blue, logical_view(blue, "params", kept), key)
+
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
     return _parked(blue, fields)
@@ -262,10 +264,6 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
         "rng": key,
         "loss_scale": initial_loss_scale(blue.plan),
     }
-
-
-def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[str, Any]:
-    return _derived(blue, logical_view(blue, "params", kept), key)
 
 
 def folder_of(blue: Blueprint) -> str:
