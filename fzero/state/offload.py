@@ -277,14 +277,17 @@ class _Move:
         if slow:
             self._through_disk(slow)
 
+    def _goal(self, slab: jax.Array) -> Any:
+        """The sharding of an array where it goes."""
+        return (host_sharding if self.to == HOST else on_device)(slab.sharding)
+
     def _copy(self, batch: Sequence[int]) -> None:
         """Between device and host memory."""
         old = [self.leaves[i] for i in batch]
         flat = [slab for leaf in old for slab in slabs_of(leaf)]
-        moved_to = host_sharding if self.to == HOST else on_device
         self._tell("copy", batch)
         try:
-            copies = jax.device_put(flat, [moved_to(slab.sharding) for slab in flat])
+            copies = jax.device_put(flat, [self._goal(slab) for slab in flat])
             if not self.how.non_blocking:
                 jax.block_until_ready(copies)
                 self._tell("done", batch)
@@ -316,11 +319,10 @@ class _Move:
             future = disk.read_async(out, HOST_KIND if self.to == HOST else DEVICE)
 
         def arranged(new: list[Any]) -> list[Leaf]:
-            moved_to = host_sharding if self.to == HOST else on_device
             slabs = [slab for _, slab in flat]
             for k, slab in enumerate(slabs):
                 if not _is_on_disk(slab) and self.to != DISK:
-                    slabs[k] = jax.device_put(slab, moved_to(slab.sharding))
+                    slabs[k] = jax.device_put(slab, self._goal(slab))
             for k, slab in zip(goes, new, strict=True):
                 slabs[k] = slab
             found = regrouped(old, slabs, self.to)
