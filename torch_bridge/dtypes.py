@@ -87,6 +87,11 @@ def jax_dtype(dtype: torch.dtype | None) -> np.dtype[Any]:
     return canonical(numpy_dtype(torch.float32 if dtype is None else dtype))
 
 
+def is_array(x: Any) -> bool:
+    """Whether a value is an array of JAX or NumPy."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
 def is_float(x: Any) -> bool:
     """Whether an array or dtype is floating point (bfloat16 included, complex not)."""
     return bool(jnp.issubdtype(getattr(x, "dtype", x), jnp.floating))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError
 from torch_bridge.converted import Converted
+from torch_bridge.dtypes import is_array
 from torch_bridge.export.example import example_tensors
 from torch_bridge.module.initial import read_values
 from torch_bridge.module.names import read_layout
@@ -280,7 +281,7 @@ def _run_jax(
             leaf = leaves[number]
             real = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
             total = total + jnp.sum(real.astype(jnp.float32) * weight)
-        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        arrays = [leaf if is_array(leaf) else None for leaf in leaves]
         return total, (arrays, new, jax.tree.map(_only_array, nodes))
 
     run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
@@ -288,12 +289,8 @@ def _run_jax(
     return _Computed(outputs, loss, gradients, buffers, nodes)
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
-
-
 def _only_array(value: Any) -> Any:
-    return value if _is_array(value) else None
+    return value if is_array(value) else None
 
 
 def _relative(got: Any, want: Any, scale: float = 0.0) -> float:
@@ -327,7 +324,7 @@ def _node_errors(reference: Reference, computed: _Computed) -> Errors:
             continue  # nothing that is returned depends on it
         # A tuple of results: what an operator returns for its backward only is left out in JAX.
         pairs = zip(_items(computed.nodes[node.name]), _items(node.value), strict=False)
-        values = [_relative(g, w) for g, w in pairs if _is_array(g) and _is_array(w)]
+        values = [_relative(g, w) for g, w in pairs if is_array(g) and is_array(w)]
         if values:
             found.append((node, max(values)))
     return found
@@ -339,7 +336,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 def _output_error(reference: Reference, computed: _Computed) -> float:
     pairs = zip(computed.outputs, reference.outputs, strict=True)
-    return max((_relative(g, w) for g, w in pairs if _is_array(w)), default=0.0)
+    return max((_relative(g, w) for g, w in pairs if is_array(w)), default=0.0)
 
 
 def _gradient_errors(

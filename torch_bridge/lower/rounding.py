@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.compat import traced_platform
-from torch_bridge.dtypes import accumulation_dtype, cast, is_float, result_dtype
+from torch_bridge.dtypes import accumulation_dtype, cast, is_array, is_float, result_dtype
 from torch_bridge.lower.tangents import divide
 
 
@@ -36,7 +36,7 @@ def once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def computed(*args: Any, **kwargs: Any) -> Any:
-        given = [x for x in (*args, *kwargs.values()) if _is_array(x)]
+        given = [x for x in (*args, *kwargs.values()) if is_array(x)]
         if not any(map(_is_narrow, given)):
             return fn(*args, **kwargs)
         narrow = result_dtype(*given)
@@ -79,11 +79,7 @@ def exact_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_wide_number(x: Any) -> bool:
-    return _is_array(x) and not x.ndim and is_float(x) and not _is_narrow(x)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
+    return is_array(x) and not x.ndim and is_float(x) and not _is_narrow(x)
 
 
 def _is_narrow(x: Any) -> bool:
@@ -91,7 +87,7 @@ def _is_narrow(x: Any) -> bool:
 
 
 def _widened(x: Any, dtype: np.dtype[Any]) -> Any:
-    return cast(x, dtype) if _is_array(x) and _is_narrow(x) else x
+    return cast(x, dtype) if is_array(x) and _is_narrow(x) else x
 
 
 def quotient(x: Any, y: Any) -> Any:
