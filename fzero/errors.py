@@ -109,6 +109,11 @@ def some_of(words: Collection[str], most: int, lines: bool = False) -> str:
     return shown if more <= 0 else f"{shown}{last}and {more} more"
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python: `True` and `False` are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def known_fields(cls: Any, where: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a dataclass's fields, as they came.
 

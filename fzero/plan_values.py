@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fzero.axes import FURTHER
-from fzero.errors import PlanError, known_fields
+from fzero.errors import PlanError, is_number, known_fields
 from fzero.float8.recipe import Float8
 from fzero.schedule.actions import Schedule
 
@@ -76,7 +76,7 @@ class LossScaling:
     def __post_init__(self) -> None:
         for name in ("initial", "minimum"):
             value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < 2.0**127 and math.frexp(value)[0] == 0.5):
+            if not (is_number(value) and 0 < value < 2.0**127 and math.frexp(value)[0] == 0.5):
                 raise PlanError(f"plan: loss_scale: {name}={value!r}: expected a power of two")
             object.__setattr__(self, name, float(value))
         for name in ("growth_steps", "hysteresis"):
@@ -127,12 +127,12 @@ def check_values(plan: Any) -> None:
     held = np.finfo(np.float32)  # what a step computes with: infinity by infinity is no number
     low, high = float(held.tiny), float(held.max)
     clip, decay = plan.clip_norm, plan.ema
-    if clip is not None and not (_is_number(clip) and low <= clip <= high):
+    if clip is not None and not (is_number(clip) and low <= clip <= high):
         raise PlanError(
             f"plan: clip_norm={clip!r}: expected a positive number that float32 holds, or"
             " None for no clipping (metrics have the norm in any case)"
         )
-    if decay is not None and not (_is_number(decay) and 0 < decay < 1):
+    if decay is not None and not (is_number(decay) and 0 < decay < 1):
         raise PlanError(
             f"plan: ema={decay!r}: expected a decay between 0 and 1, such as 0.999, or None for"
             " no averages"
@@ -152,10 +152,6 @@ def check_values(plan: Any) -> None:
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
     """What `Plan.tiers` may be given as, in one form that can be compared and hashed."""
     if isinstance(given, list | tuple) and all(
@@ -172,9 +168,9 @@ def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
         share: Any = 1.0
         if isinstance(value, list | tuple) and len(value) == 2:
             value, share = value
-        elif _is_number(value):
+        elif is_number(value):
             value, share = "host", value
-        if value not in TIERS or not _is_number(share) or not 0 <= share <= 1:
+        if value not in TIERS or not is_number(share) or not 0 <= share <= 1:
             raise PlanError(
                 f"plan: tiers[{name!r}]={given[name]!r}: expected one of {list(TIERS)}, a share"
                 " from 0 to 1 (of the bytes, on the host), or a pair of both"

@@ -255,7 +255,7 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tensor(leaf: Any) -> Any:
-    return to_torch(leaf) if isinstance(leaf, np.ndarray | jax.Array) else leaf
+    return to_torch(leaf) if is_array(leaf) else leaf
 
 
 def _run_jax(

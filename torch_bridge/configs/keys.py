@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, is_number
 from torch_bridge.configs.outcome import Note
 
 
@@ -73,7 +73,7 @@ class Keys:
                 key, "'auto', which the Hugging Face Trainer fills in",
                 f"write a number, or pass auto={{{self.prefix + key!r}: ...}}",
             )  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise self.error(key, repr(value), "expected a number")
         if kind is int and value != int(value):
             raise self.error(key, repr(value), "expected a whole number")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, is_number
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.formats.torch_files import is_dense
 from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
@@ -38,8 +38,7 @@ def step_of(value: Any, file: str) -> int:
     """A step count, which torch keeps as a tensor and others as a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not float(value).is_integer():
+    if not is_number(value) or not float(value).is_integer():
         raise CheckpointError(f"{file}: expected a number of steps, got {value!r:.60}")
     return int(value)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fzero.errors import is_number
 from torch_bridge.dtypes import is_float
 from torch_bridge.export.interpret import Op
 from torch_bridge.losses import Head
@@ -63,7 +64,7 @@ def find_head(ops: Sequence[Op], logits: Any, others: Sequence[Any]) -> HeadSpot
             return HeadSpot(frozenset(skipped), (*args, None)[:3], cap)
         if operator in (*_SAME, *_CASTS):
             pass
-        elif operator == "aten.mul.Tensor" and cap is None and _is_number(args[1]):
+        elif operator == "aten.mul.Tensor" and cap is None and is_number(args[1]) and args[1] > 0:
             cap, expected = float(args[1]), "aten.tanh.default"
         elif operator == expected == "aten.tanh.default":
             expected = "aten.div.Tensor"
@@ -73,7 +74,3 @@ def find_head(ops: Sequence[Op], logits: Any, others: Sequence[Any]) -> HeadSpot
             return None
         value = args[0]
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

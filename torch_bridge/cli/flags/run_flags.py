@@ -8,6 +8,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from fzero.errors import is_number
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
 from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
@@ -59,7 +60,7 @@ def _fits(value: Any, hint: Any) -> bool:
         one = get_args(hint)[0]
         return isinstance(value, list | tuple) and all(_fits(x, one) for x in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return hint is Any or not isinstance(hint, type) or isinstance(value, hint)

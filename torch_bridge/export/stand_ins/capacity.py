@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.compat import set_within
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, is_number
 from fzero.links import Mean
 from torch_bridge.export.stand_ins.replacement import as_class
 
@@ -77,7 +77,7 @@ def capacity_of(module: torch.nn.Module, capacity: float | None, train: bool) ->
     if capacity is None:
         yield
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int | float) or not capacity > 0:
+    if not is_number(capacity) or not capacity > 0:
         raise ConversionError(
             f"tb.convert(capacity={capacity!r}): expected a number above 0 (1.25: an expert takes a"
             " quarter more than its even share of the tokens), or None. A forward's own argument of"
