@@ -375,7 +375,7 @@ class _OnDemand(Mapping[str, np.ndarray[Any, Any]]):
                 " first (jax.experimental.multihost_utils.process_allgather)"
             )
         whole = np.asarray(value[row] if moment.stacked else value)
-        return np.array(whole[tuple(slice(n) for n in leaf.shape)])
+        return np.array(whole[leaf.cut])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

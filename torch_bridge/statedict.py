@@ -202,8 +202,7 @@ def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, A
 
 def leaf_tensor(leaf: Leaf, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A kept value as a tensor of its own, without padding, by default as it is saved."""
-    cut = np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
-    return to_torch(cut, dtype or saved_dtype(leaf, value))
+    return to_torch(np.asarray(value)[leaf.cut], dtype or saved_dtype(leaf, value))
 
 
 def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:

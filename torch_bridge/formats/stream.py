@@ -113,21 +113,17 @@ def shared_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
     dtype = saved_dtype(leaf, value)
     array = value.whole[value.layer] if isinstance(value, Row) else value
     if not isinstance(array, jax.Array):
-        return to_torch(np.asarray(array)[_cut(leaf)], dtype)
+        return to_torch(np.asarray(array)[leaf.cut], dtype)
     sharding = array.sharding
     if len(sharding.device_set) > 1:
         device = min(sharding.device_set, key=attrgetter("id"))
         array = jax.device_put(array, SingleDeviceSharding(device))
     if array.shape != leaf.shape:
-        array = array[_cut(leaf)]
+        array = array[leaf.cut]
     if not _shared(next(iter(array.devices()))):
         return to_torch(np.asarray(array), dtype)
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)
     return tensor.to(dtype)
-
-
-def _cut(leaf: Leaf) -> tuple[slice, ...]:
-    return tuple(slice(n) for n in leaf.shape)
 
 
 def _shared(device: jax.Device) -> bool:

@@ -214,7 +214,7 @@ def _leaves(names: Names, layout: Layout, dtype: Any, state: Mapping[str, Any]) 
     for leaf in layout.leaves:
         if leaf.name not in values:
             continue
-        value = values[leaf.name][tuple(slice(n) for n in leaf.shape)]
+        value = values[leaf.name][leaf.cut]
         own = jax_dtype(leaf.dtype)
         floats = leaf.dtype.is_floating_point
         found[leaf.name] = value.astype(dtype if dtype and leaf.is_param and floats else own)

@@ -44,6 +44,11 @@ class Leaf:
         return self.names[0]
 
     @property
+    def cut(self) -> tuple[slice, ...]:
+        """Of what is kept for it the part without padding."""
+        return tuple(slice(n) for n in self.shape)
+
+    @property
     def counts_batches(self) -> bool:
         """Whether it is batch norm's count, which files of older versions do not have."""
         return self.name.split(".")[-1] == "num_batches_tracked" and self.shape == ()
