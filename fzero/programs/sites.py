@@ -426,14 +426,15 @@ def placed_with_key(
         shapes = jax.tree.map(lambda x: shape_at(x, x.sharding), plain)
         if not made:
             made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))
-        # The caller keeps what it gives: a result that is one of these is an array of its own.
-        given = {id(leaf) for leaf in jax.tree.leaves(plain)}
-        own = jax.tree.map(
-            lambda x: jnp.array(x, copy=True) if id(x) in given else x, made[0](*plain)
-        )
-        return keys(own, out)
+        return keys(none_given(made[0](*plain), plain), out)
 
     return run
+
+
+def none_given(results: PyTree, args: PyTree) -> PyTree:
+    """Results, each an array of its own: the caller keeps the arguments that are among them."""
+    given = {id(leaf) for leaf in jax.tree.leaves(args)}
+    return jax.tree.map(lambda x: jnp.array(x, copy=True) if id(x) in given else x, results)
 
 
 def _local(var: Var, sharding: NamedSharding) -> tuple[tuple[int, ...], Any]:

@@ -21,7 +21,7 @@ from fzero.model import Model
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.processes import in_turn
-from fzero.programs.sites import Labels, placed_with_key
+from fzero.programs.sites import Labels, none_given, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initial_shapes, initializer
 from fzero.sharding.park import is_parked_so, park, unpark
@@ -307,9 +307,7 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
         labels=Labels((labels["params"],), lambda _: jax.tree.leaves(labels["opt_state"])),
     )  # fmt: skip
     # Initial parameters that an optimizer keeps are arrays of its own, parked as its others are.
-    given = {id(leaf) for leaf in jax.tree.leaves(params)}
-    own = jax.tree.map(lambda x: jnp.array(x, copy=True) if id(x) in given else x, stream(params))
-    return parked_field(blue, "opt_state", own)
+    return parked_field(blue, "opt_state", none_given(stream(params), params))
 
 
 def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
