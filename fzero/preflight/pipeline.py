@@ -290,8 +290,8 @@ class StageCompiler:
 
     def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, LOCAL)
-        num = self.blue.group.data * self.blue.group.replica
-        return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=sharding)
+        shape = self.blue.group.row_shares, *leaf.shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     def _whole(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         return shape_at(leaf, NamedSharding(program.mesh, WHOLE))

@@ -83,11 +83,10 @@ def layout(
         8.0
     """
     blue = blueprint(model, tx, plan, devices)
-    group = blue.group
     return Layout(
         mesh=blue.mesh,
         state=TrainState(**blue.shapes(), **blue.statics),
         batch_sharding=batch_sharding(blue.mesh),
         shared_sharding=NamedSharding(blue.mesh, PartitionSpec()),
-        batch_multiple=group.data * group.replica * plan.microbatches,
+        batch_multiple=blue.group.row_shares * plan.microbatches,
     )

@@ -57,6 +57,11 @@ class Group:
         return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary, further)
 
     @property
+    def row_shares(self) -> int:
+        """Shares that a batch's rows are dealt out in, over data and replicas."""
+        return self.data * self.replica
+
+    @property
     def shards(self) -> int:
         """Devices that ZeRO can share a leaf out over."""
         return math.prod(shared_over({DATA: self.data, **dict(self.further)}).values())

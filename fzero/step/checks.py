@@ -152,8 +152,7 @@ class Checks:
 
     def batch(self, batch: PyTree, microbatches: int) -> None:
         """Raises `BatchError` if a batch cannot be divided evenly."""
-        group = self.blueprint.group
-        shares = group.data * group.replica
+        shares = self.blueprint.group.row_shares
         check_batch(batch, shares, microbatches, why_no_empty(self.blueprint.mesh))
 
     @contextlib.contextmanager

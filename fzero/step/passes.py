@@ -278,8 +278,8 @@ class Pipeline:
     def _count(self, batch: Inputs) -> int:
         """The largest divisor of the plan's microbatches that the batch divides into."""
         rows = jax.tree.leaves(batch.rows)[0].shape[0]
-        group = self.blueprint.group
-        return math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
+        shares = self.blueprint.group.row_shares
+        return math.gcd(rows // shares, self.plan.microbatches)
 
 
 _eval_key = jax.jit(eval_key)

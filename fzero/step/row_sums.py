@@ -92,7 +92,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
         batch: its batch: arrays or shapes.
         train: whether the step trains.
     """
-    devices = blue.group.data * blue.group.replica
+    devices = blue.group.row_shares
     microbatches = blue.plan.microbatches if train else 1
     if devices * microbatches == 1 or _LOOKED_AT.get():
         return

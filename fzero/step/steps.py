@@ -388,8 +388,8 @@ class PredictStep(_ReadingStep):
             return self.pure(state, batch)
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.rows(batch)
-        group = self.blueprint.group
-        full, mask = pad_batch(batch, group.data * group.replica)
+        shares = self.blueprint.group.row_shares
+        full, mask = pad_batch(batch, shares)
         with self._checks.running(state, batch, outputs=True):
             found = self._program(*self._arguments(state), self.passes.place(full))
         real = int(mask.sum())
@@ -398,7 +398,7 @@ class PredictStep(_ReadingStep):
         if self._of_all:
             raise BatchError(
                 f"predict_step: {real} rows, filled up to {len(mask)}, of which fz.all_rows has the"
-                f" filling too: expected a multiple of {group.data * group.replica} rows; fill them"
+                f" filling too: expected a multiple of {shares} rows; fill them"
                 " up yourself (fz.pad_batch) and give the mask along, to count what is real"
             )
         return jax.tree.map(lambda x: x[:real], found)

@@ -32,7 +32,7 @@ def agreed_buffers(
     # What a loss computes in float32 is kept in the buffer's own precision. (A constant comes out
     # of a traced program as a number of Python.)
     new = jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype if is_floating(a) else None), old, new)
-    size = group.data * group.replica
+    size = group.row_shares
     if size == 1:
         return new
     how = jax.tree.leaves(_reductions(layers, new))

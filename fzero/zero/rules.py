@@ -204,7 +204,7 @@ class Rules:
     @property
     def one_device(self) -> bool:
         """Whether one device has all rows: nothing of theirs is to be reduced."""
-        return self.group.data * self.group.replica == 1
+        return self.group.row_shares == 1
 
     def finish(self, grads: PyTree) -> PyTree:
         """Reduces the gradients of all whole leaves, in one collective per dtype."""
