@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from fzero.schedule.actions import Schedule
 from fzero.schedule.grid import short
@@ -63,7 +63,6 @@ def slots(schedule: Schedule, *, receive_first: bool = False) -> Slots:
 def _colour(schedule: Schedule, stage: int, receive_first: bool) -> tuple[int, ...]:
     spans = intervals(schedule, stage, receive_first=receive_first)
     free: list[int] = []
-    heapify(free)
     ending: list[tuple[int, int]] = []
     slot_of: dict[int, int] = {}
     used = 0

@@ -66,7 +66,7 @@ _over_counts = with_tangents(
 )
 
 
-def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:
+def _indexers(indices: Sequence[Any]) -> tuple[Any, ...]:
     if any(i is not None and is_bool(i) for i in indices):
         raise NotImplementedError(
             "indexing with a boolean mask has a size that depends on the data; use torch.where"
@@ -76,7 +76,7 @@ def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:
 
 @register_operator("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(x: jax.Array, indices: Sequence[Any]) -> jax.Array:
-    return jnp.asarray(x).at[_indexers(x, indices)].get(mode="fill")
+    return jnp.asarray(x).at[_indexers(indices)].get(mode="fill")
 
 
 @register_operator("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -92,7 +92,7 @@ def index_put(
     dims = [(i, n) for i, n in zip(indices, x.shape, strict=False) if i is not None]
     for one, size in dims if not masks else []:
         inside = jnp.all((one >= -size) & (one < size)) & inside
-    where = jnp.asarray(x).at[_indexers(x, indices)]
+    where = jnp.asarray(x).at[_indexers(indices)]
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
     options: Any = {"mode": "clip"}
     return added(where, new, **options) if accumulate else where.set(new, **options)
