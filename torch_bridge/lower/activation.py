@@ -136,11 +136,16 @@ def glu(x: jax.Array, dim: int = -1) -> jax.Array:
     return a * jax.nn.sigmoid(b)
 
 
-@register_operator("aten.softmax.int", "aten._softmax.default")
-def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+def _softmax_input(x: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    """`x` in the dtype that a softmax computes in, and the dtype that it gives."""
     # `_softmax` has a bool (half_to_float) as its third argument; False there means the same dtype.
     out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
-    wide = cast(x, accumulation_dtype(cast(x, out)))
+    return cast(x, accumulation_dtype(cast(x, out))), out
+
+
+@register_operator("aten.softmax.int", "aten._softmax.default")
+def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    wide, out = _softmax_input(x, dtype)
     return jax.nn.softmax(wide, axis=dim if x.ndim else None).astype(out)
 
 
@@ -152,6 +157,5 @@ def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 
 @register_operator("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
-    wide = cast(x, accumulation_dtype(cast(x, out)))
+    wide, out = _softmax_input(x, dtype)
     return jax.nn.log_softmax(wide, axis=dim if x.ndim else None).astype(out)

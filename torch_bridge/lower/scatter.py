@@ -120,8 +120,7 @@ def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     if not x.ndim:
         return index_fill(x[None], 0, index, value)[0]
     index = jnp.where(index < 0, index + x.shape[dim], index)  # which torch takes here
-    valid, new = written(x, dim, index, value)
-    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)].set(new)
+    return index_copy(x, dim, index, value)
 
 
 @register_operator("aten.masked_scatter.default")
