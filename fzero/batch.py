@@ -314,7 +314,7 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             moved: jax.Array = jax.device_put(leaf, sharding)
             return moved
-    host = _told(host_arrays.copied, leaf, path)
+    host = _told(host_arrays.own_copy, leaf, path)
     if jax.process_count() == 1:
         placed: jax.Array = jax.device_put(host, sharding)
         return placed

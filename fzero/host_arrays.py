@@ -81,10 +81,10 @@ def require_held(leaf: Any) -> None:
     """Raises `ValueError` if jax has no such numbers, or would cut one of them."""
     require_numbers(leaf)
     if shape_of(leaf).dtype != leaf.dtype:
-        copied(leaf)
+        own_copy(leaf)
 
 
-def copied(leaf: Any) -> np.ndarray[Any, Any]:
+def own_copy(leaf: Any) -> np.ndarray[Any, Any]:
     """A host array in memory of its own, in the dtype that jax has for it.
 
     Unless `jax_enable_x64` is set it has 32 bits for 64, and jax wraps integers that do not fit.

@@ -31,7 +31,7 @@ from fzero.programs.jaxprs import Program, Var
 from fzero.programs.sites import PlacedFunction, bring
 from fzero.sharding.buckets import Parking
 from fzero.sharding.park import Inbound, Outbound, cut_up, park, unpark
-from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
+from fzero.storage.tiers import Leaf, Slabs, is_handle, settled, slab_shape, slabs_of, whole_leaf
 from fzero.tree import PyTree
 
 
@@ -287,7 +287,7 @@ class StreamedFunction:
         for i, inbound in arriving.items():
             arrays, leaf = inbound.settled(), env[self.sections[visit.section].reads[i]]
             whole = visit.slab is None and isinstance(leaf, Slabs)
-            here[i] = joined(leaf, arrays) if whole else arrays[0]
+            here[i] = whole_leaf(leaf, arrays) if whole else arrays[0]
         return here
 
     def _run(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> _Leaving:

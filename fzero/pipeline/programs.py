@@ -40,7 +40,7 @@ from fzero.zero.chain import (
 from fzero.zero.collectives import all_reduce_tree, shard_index
 from fzero.zero.finite_marks import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
-from fzero.zero.keeping import keeps, room_for, settled
+from fzero.zero.keeping import keeps, room_for, with_remat
 from fzero.zero.layer import End
 from fzero.zero.options import compiler_options
 from fzero.zero.rules import Rules
@@ -159,7 +159,7 @@ class StagePrograms:
                     first=self.first, last=self.last,
                 )  # fmt: skip
 
-            rules = settled(self.rules, lambda rules: passed(rules)[1])
+            rules = with_remat(self.rules, lambda rules: passed(rules)[1])
             self.keeps = keeps(rules)
             out, saved, new = passed(rules)
             saved = self.rules.fence(without_inputs(saved))

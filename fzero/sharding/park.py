@@ -19,12 +19,12 @@ from fzero.storage.tiers import (
     Leaf,
     Slabs,
     host_sharding,
-    joined,
     lies_in,
     on_device,
     settled,
     slabs_of,
     tier_of,
+    whole_leaf,
 )
 
 
@@ -168,4 +168,4 @@ def unpark(leaf: Leaf) -> jax.Array:
     if tier_of(leaf) == DEVICE:
         return leaf
     arrays = Inbound(slabs_of(leaf)).settled()
-    return joined(leaf, arrays) if isinstance(leaf, Slabs) else arrays[0]
+    return whole_leaf(leaf, arrays) if isinstance(leaf, Slabs) else arrays[0]

@@ -266,7 +266,7 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
     }
 
 
-def folder_of(blue: Blueprint) -> str:
+def parking_folder(blue: Blueprint) -> str:
     """Where a plan's parked leaves go on disk."""
     return blue.plan.disk_path or tempfile.gettempdir()
 
@@ -284,7 +284,7 @@ def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
     parking = blue.buckets.parked.get((name, path))
     if parking is None or is_parked_so(leaf, parking):
         return leaf
-    return park(unpark(leaf), parking, folder_of(blue))
+    return park(unpark(leaf), parking, parking_folder(blue))
 
 
 def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:

@@ -36,8 +36,8 @@ from fzero.storage.tiers import (
     host_sharding,
     largest,
     lies_in,
+    made_of_slabs,
     on_device,
-    regrouped,
     settled,
     slabs_of,
 )
@@ -170,7 +170,7 @@ def reload(
     return _move(state, include, DEVICE, how)
 
 
-def fields_of(word: str, state: TrainState | None = None) -> tuple[str, ...]:
+def fields_meant(word: str, state: TrainState | None = None) -> tuple[str, ...]:
     """The state's fields that a word stands for."""
     known = _FIELDS.get(_WORDS.get(word, word))
     if known is None:
@@ -201,7 +201,7 @@ class How:
 def _move(state: TrainState, include: str | Iterable[str] | None, to: str, how: How) -> TrainState:
     require_state(state, how.operation)
     words = CLASSES if include is None else (include,) if isinstance(include, str) else include
-    fields = {name for word in words for name in fields_of(word, state)}
+    fields = {name for word in words for name in fields_meant(word, state)}
     return move_fields(state, [x for x in CLASSES if x in fields], to, how)
 
 
@@ -298,7 +298,7 @@ class _Move:
                 f" bytes in all, to {self.to} memory: {error}. This error's .state is complete:"
                 " what was moved before is there, everything else is where it was"
             ) from error
-        self._replace(batch, regrouped(old, copies, self.to))
+        self._replace(batch, made_of_slabs(old, copies, self.to))
         if self.how.donate:
             # The runtime keeps memory for as long as a copy reads it.
             self._release(batch, old, old)
@@ -325,7 +325,7 @@ class _Move:
                     slabs[k] = jax.device_put(slab, self._goal(slab))
             for k, slab in zip(goes, new, strict=True):
                 slabs[k] = slab
-            found = regrouped(old, slabs, self.to)
+            found = made_of_slabs(old, slabs, self.to)
             if self.to == DISK and self.how.non_blocking and self.how.donate:
                 _delete(out)  # who waits may wake before the future's callback has run
             return found

@@ -13,7 +13,7 @@ from fzero.state.offload import (
     CLASSES,
     How,
     Observer,
-    fields_of,
+    fields_meant,
     move_fields,
     settled_or_back,
 )
@@ -51,7 +51,7 @@ class Phases:
     def __post_init__(self) -> None:
         for phase in dataclasses.fields(self):
             for word, tier in getattr(self, phase.name).items():
-                fields_of(word)
+                fields_meant(word)
                 if tier not in TIERS:
                     raise PlacementError(
                         f"Phases: {phase.name}[{word!r}]={tier!r}: expected one of {list(TIERS)}"
@@ -98,7 +98,7 @@ def enter(
     """
     tiers = dict.fromkeys(CLASSES, DEVICE)
     for word, tier in phase.items():
-        tiers.update(dict.fromkeys(fields_of(word, state), tier))
+        tiers.update(dict.fromkeys(fields_meant(word, state), tier))
     how = How("enter", path, non_blocking, donate, observer)
     moving = False
     for tier in (DISK, HOST, DEVICE):

@@ -21,7 +21,7 @@ from fzero.sharding.park import is_parked_so, park, unpark
 from fzero.sharding.relayout import Kept, place, relayout
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.state import compute_copy
-from fzero.state.init import compute_of, folder_of
+from fzero.state.init import compute_of, parking_folder
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, on_device, tier_of
@@ -171,7 +171,7 @@ def relaid(
         return moved
     if old.alike(new) and tier_of(leaf) == DEVICE:  # what is parked is given away
         moved = jnp.array(moved, copy=True)
-    return park(moved, parking, folder_of(blue))
+    return park(moved, parking, parking_folder(blue))
 
 
 def _replanned_compute(

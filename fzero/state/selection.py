@@ -59,7 +59,7 @@ def averaged(state: TrainState, model: Model, plan: Plan) -> TrainState:
     require_known("ema", blue, "averaged")
     if state.ema is None:
         raise StateError("averaged: the state has no averages (state.ema), which its plan says")
-    return chosen(state, blue, "ema")
+    return with_chosen(state, blue, "ema")
 
 
 def require_known(which: str, blue: Blueprint, operation: str) -> None:
@@ -81,7 +81,7 @@ def reads_of(blue: Blueprint, which: str) -> tuple[str, ...]:
     return (which, "params") if frozen else (which,)  # frozen ones have no average
 
 
-def chosen(state: TrainState, blue: Blueprint, which: str) -> TrainState:
+def with_chosen(state: TrainState, blue: Blueprint, which: str) -> TrainState:
     """A state whose parameters, and compute copy, are those chosen.
 
     Arrays or traced values; `TrainState.params` itself stays as it is kept.

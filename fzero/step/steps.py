@@ -22,7 +22,7 @@ from fzero.sharding.initial import memo
 from fzero.sharding.split import flat_splits
 from fzero.state import compute_copy
 from fzero.state.comparison import check_finite
-from fzero.state.selection import chosen, reads_of, require_known
+from fzero.state.selection import reads_of, require_known, with_chosen
 from fzero.state.train_state import TrainState, fields_of
 from fzero.step.checks import Checks, require_finite
 from fzero.step.compose import Fused, Separate, compiled, look, options_of, runner_of
@@ -295,7 +295,7 @@ class _ReadingStep(_Step, ABC):
             raise PlanError(f"{self.name}.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, 1)
-        state = chosen(state, self.blueprint, self.which)
+        state = with_chosen(state, self.blueprint, self.which)
         arguments = self._arguments(_recast(state, self.blueprint))
         return self._one_program(*arguments, constrain_batch(batch, self.blueprint.mesh))
 
@@ -341,7 +341,7 @@ class EvalStep(_ReadingStep):
         if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
             traced: Metrics = self.pure(state, batch)
             return traced
-        state = chosen(self._checks.state(state), self.blueprint, self.which)
+        state = with_chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.batch(batch, 1)
         with self._checks.running(state, batch):
             metrics: Metrics = self._program(*self._arguments(state), self.passes.place(batch))
@@ -386,7 +386,7 @@ class PredictStep(_ReadingStep):
         """Outputs of a batch; see `fzero.predict_step`."""
         if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
             return self.pure(state, batch)
-        state = chosen(self._checks.state(state), self.blueprint, self.which)
+        state = with_chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.rows(batch)
         shares = self.blueprint.group.row_shares
         full, mask = pad_batch(batch, shares)

@@ -216,7 +216,7 @@ def lies_in(leaf: Leaf, tier: str) -> bool:
     return all(tier_of(slab) == tier for slab in slabs_of(leaf))
 
 
-def regrouped(leaves: Sequence[Leaf], slabs: Sequence[Any], tier: str) -> list[Leaf]:
+def made_of_slabs(leaves: Sequence[Leaf], slabs: Sequence[Any], tier: str) -> list[Leaf]:
     """Leaves like `leaves`, made of slabs (of all of them, in order) in another tier."""
     rest = iter(slabs)
     out: list[Leaf] = []
@@ -225,13 +225,13 @@ def regrouped(leaves: Sequence[Leaf], slabs: Sequence[Any], tier: str) -> list[L
         if not isinstance(leaf, Slabs):
             out.append(own[0])
         elif tier == DEVICE:
-            out.append(joined(leaf, own))
+            out.append(whole_leaf(leaf, own))
         else:
             out.append(dataclasses.replace(leaf, slabs=own))
     return out
 
 
-def joined(leaf: Slabs, slabs: Sequence[jax.Array]) -> jax.Array:
+def whole_leaf(leaf: Slabs, slabs: Sequence[jax.Array]) -> jax.Array:
     """The whole leaf from slabs on the device."""
     return _concatenate(leaf.dim, leaf.sharding)(slabs)
 

@@ -26,7 +26,7 @@ from fzero.tree import PyTree, added, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
-from fzero.zero.keeping import settled
+from fzero.zero.keeping import with_remat
 from fzero.zero.rules import Rules
 from fzero.zero.weights import FetchedWeights
 
@@ -150,7 +150,7 @@ def keeping_rules(
     model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
 ) -> Rules:
     """The rules of `local_gradients`, whose plan says what forward passes keep."""
-    return settled(rules, lambda own: first_saved(model, own, kept, buffers, batch, rng))
+    return with_remat(rules, lambda own: first_saved(model, own, kept, buffers, batch, rng))
 
 
 def first_saved(

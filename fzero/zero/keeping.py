@@ -54,7 +54,7 @@ def saved_bytes(saved: Saved, further: dict[str, int]) -> tuple[int, int]:
     return activations // math.prod(further.get(axis, 1) for axis in TOKENS), secondary
 
 
-def settled(rules: Rules, forward: Callable[[Rules], Saved]) -> Rules:
+def with_remat(rules: Rules, forward: Callable[[Rules], Saved]) -> Rules:
     """Rules whose plan says what is kept.
 
     Args:

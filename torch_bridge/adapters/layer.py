@@ -101,7 +101,7 @@ def put_in(
     Raises:
         ConversionError: targets that are no linear layers, or name none.
     """
-    paths = chosen(module, targets, idle)
+    paths = target_paths(module, targets, idle)
     module.requires_grad_(False)
     made: dict[int, LowRank] = {}
     for path in paths:
@@ -112,7 +112,7 @@ def put_in(
     return paths
 
 
-def chosen(
+def target_paths(
     module: torch.nn.Module, targets: str | Sequence[str], idle: bool = False, by: str = "lora"
 ) -> tuple[str, ...]:
     """The paths of the layers that `targets` means, for an operation; see `put_in`."""

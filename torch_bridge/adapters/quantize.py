@@ -9,7 +9,7 @@ import torch
 
 from fzero.errors import ConversionError, StateError
 from fzero.weight_records import Quantized, quantized_shape
-from torch_bridge.adapters.layer import chosen, is_linear
+from torch_bridge.adapters.layer import is_linear, target_paths
 from torch_bridge.convert import convert_copy
 from torch_bridge.converted import Converted
 from torch_bridge.module.names import Layout
@@ -67,7 +67,7 @@ def quantize(
 
     def change(module: torch.nn.Module) -> None:
         made: dict[int, QuantizedLinear] = {}
-        for path in chosen(module, targets, by="quantize"):
+        for path in target_paths(module, targets, by="quantize"):
             layer = module.get_submodule(path)
             if id(layer) not in made:
                 why = _refused(layer, leaf_of[f"{path}.weight"].names, module)
