@@ -21,6 +21,7 @@ from fzero.sharding.relayout import copy_leaf
 from fzero.state.init import init
 from fzero.state.replan import replan
 from fzero.state.train_state import TrainState
+from fzero.tree import shape_at
 from torch_bridge.converted import Converted
 from torch_bridge.formats.adam import groups_like
 from torch_bridge.formats.content import Checkpoint, Optimizer
@@ -159,10 +160,9 @@ def _with_moments(
             f"restore: {where} has moments of Adam, but not {others}, which would begin anew beside"
             " them. Pass optimizer=False to take the weights alone, and start the optimizer anew"
         )
-    step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
     return state.replace(
         opt_state=with_moments(converted, state.opt_state, moments),
-        step=copy_leaf(np.asarray(moments.step), step),
+        step=copy_leaf(np.asarray(moments.step), shape_at(state.step, state.step.sharding)),
     )
 
 
