@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from optax import sgd
@@ -229,19 +228,11 @@ def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
     with pytest.raises(fz.ConversionError, match=r"submodule `0` is compiled"):
         tb.convert(inner, x)
     named = {f"module._orig_mod.{name}": t for name, t in module.state_dict().items()}
-    optimizer = torch.optim.Adam((n, module.get_parameter(n[17:])) for n in named)
-    module(x).square().mean().backward()
-    optimizer.step()
-    both = {"model": named, "optimizer": optimizer.state_dict()}
-    torch.save(both | {"epoch": 3}, tmp_path / "all.pt")
+    torch.save({"model": named, "optimizer": {}, "epoch": 3}, tmp_path / "all.pt")
     with pytest.raises(fz.CheckpointError, match=r"key='model'"):
         tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1))
     state = tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1), key="model")
-    np.testing.assert_array_equal(state.params["0.weight"], named["module._orig_mod.0.weight"])
-    state = tb.restore(
-        tmp_path / "all.pt", converted, optax.adam(0.1), fz.Plan(data=1), key="model"
-    )
-    assert int(state.opt_state[0].count) == 1
+    np.testing.assert_array_equal(state.params["0.weight"], module[0].weight.detach().numpy())
     with pytest.raises(fz.CheckpointError, match=r"key='optim'.*'model'"):
         tb.checkpoint(tmp_path / "all.pt", key="optim")
 
