@@ -68,6 +68,11 @@ def test_a_world_is_found_in_arguments_and_environment(environ, arguments, expec
     assert (world.source, world.num_processes, world.process_id) == expected
 
 
+def test_a_named_method_is_given_what_was_said_and_nothing_else():
+    world = find_world({}, num_processes=2, cluster_detection_method="mpi4py")
+    assert world.arguments == {"num_processes": 2, "cluster_detection_method": "mpi4py"}
+
+
 def test_torchruns_devices_and_its_own_port_are_respected():
     world = find_world({**TORCHRUN, "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"})
     assert world.arguments["coordinator_address"] == "node-0:29501"
