@@ -139,13 +139,8 @@ def restore(
         model = converted.model(_no_loss, chain=chain)
         linked = isinstance(model, Sequential)
         model = model.with_init(converted.by_link(*values) if linked else trained)
-    if moments is None or tx is None:
+    if moments is None:
         return init(model, tx, plan, rng, devices=devices)
-    if not is_adam(tx):
-        raise CheckpointError(
-            f"restore: {where} has moments of Adam, and the optimizer keeps others where optax"
-            " keeps Adam's, as optax.adamax does. Pass optimizer=False to take the weights alone"
-        )
     there = _flat(plan)
     state = _with_moments(converted, init(model, tx, there, rng, devices=devices), moments, where)
     return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
@@ -211,6 +206,11 @@ def _moments(
         )
     if wanted is False or tx is None or found.optimizer is None:
         return None
+    if not is_adam(tx):
+        raise CheckpointError(
+            f"restore: {found.path} has moments of Adam, and the optimizer keeps others where optax"
+            " keeps Adam's, as optax.adamax does. Pass optimizer=False to take the weights alone"
+        )
     optimizer = found.optimizer
     if isinstance(names, torch.optim.Optimizer):
         groups = groups_like(names, converted.layout, "restore: names", {})
