@@ -6,8 +6,8 @@
 - `rules`: how weights are fetched and gradients sent under a plan; `weights` keeps what one pass
   has fetched; `replay` gathers where a function reads, `float8_weights` in 8 bits (`quantize`).
 - `collectives`: the gather and the reduce-scatter themselves.
-- `vjp`: reverse mode that keeps no weight, `min_cut` the fewest bytes; `keeping`: what a plan keeps
-  that does not say it.
+- `vjp`: reverse mode that keeps no weight, and of values what `Plan(remat=)` says; `min_cut`: the
+  fewest bytes; `keeping`: what is kept where a plan does not say.
 - `sequence_parallel`: positions between layers.
 - `bits`: all that is about rounding alike. `options`: what the compiler is told.
 - `buffers`, `finite_marks`: buffers of several devices become one; where values stop being finite.
