@@ -457,6 +457,30 @@ def test_blocks_that_are_not_equal_are_reported(case: str) -> None:
     assert re.search(reason, one.reason), one.reason
 
 
+class ReadsWithin(nn.Module):
+    """Reads a weight of a block, or what a block gave, behind the blocks."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.blocks, self.weight = nn.ModuleList(bare(k) for k in range(4)), weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = [x]
+        for block in self.blocks:
+            given.append(block(given[-1], x))
+        weight = self.blocks[1].get_parameter("linear.weight")
+        return given[-1] * (x @ weight if self.weight else given[2])
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_what_is_read_of_blocks_from_outside_is_no_layers(weight: bool) -> None:
+    module = ReadsWithin(weight)
+    converted = convert(module)
+    (one,) = converted.blocks.unrolled
+    assert re.search("used outside of its block" if weight else "used by others", one.reason)
+    check_parity(module, X, converted=converted)
+
+
 def test_blocks_with_another_eps_are_not_the_others_layers() -> None:
     """Where `eps` stands no array with a number for each layer could: it is compared."""
     net = nn.Sequential(
