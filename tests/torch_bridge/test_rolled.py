@@ -465,9 +465,9 @@ class ReadsWithin(nn.Module):
         self.blocks, self.weight = nn.ModuleList(bare(k) for k in range(4)), weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = [x]
+        given, shared = [x], x.sin()
         for block in self.blocks:
-            given.append(block(given[-1], x))
+            given.append(block(given[-1], shared))
         weight = self.blocks[1].get_parameter("linear.weight")
         return given[-1] * (x @ weight if self.weight else given[2])
 
