@@ -143,6 +143,15 @@ def _is_fresh(node: torch.fx.Node) -> bool:
     return str(node.target) in _FRESH
 
 
+# What they return is bool, whatever they are given; written in place it has the target's dtype.
+_TRUTHS = tuple(
+    f"aten.{name}_."
+    for name in ("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal",
+                 "less_equal", "not_equal", "logical_not", "logical_and", "logical_or",
+                 "logical_xor")
+)  # fmt: skip
+
+
 def _keeps_dtype(node: torch.fx.Node) -> bool:
     """Whether the functional form gives the dtype that the target has: it may promote."""
     values = [
@@ -150,6 +159,8 @@ def _keeps_dtype(node: torch.fx.Node) -> bool:
         for a in (*node.args, *node.kwargs.values())
     ]
     target: Any = values[0]
+    if str(node.target).startswith(_TRUTHS) and target.dtype is not torch.bool:
+        return False
     for value in values[1:]:
         if isinstance(value, torch.Tensor) and value.dtype != target.dtype:
             return str(node.target).startswith(("aten.masked_fill", "aten.index_put"))

@@ -1,0 +1,40 @@
+"""What a forward writes in place: values, dtypes and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parity import check_parity
+from torch import nn
+
+
+class Fn(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.run(*args)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_comparisons_in_place_keep_the_dtype() -> None:
+    """As PyTorch's do: the sum of two that are true is 2, and there is a negative."""
+
+    def compare(x: torch.Tensor, ids: torch.Tensor) -> Any:
+        found = [
+            (x * 1).gt_(0), (x * 1).lt_(x * 0.5), (x * 1).ge_(0), (x * 1).le_(0), (x * 1).eq_(0),
+            (x * 1).ne_(0), (x * 1).greater_(0), (x * 1).less_equal_(0), (x * 1).not_equal_(0),
+            x.detach().clone().logical_not_(), x.detach().clone().logical_and_(x > 0),
+            x.detach().clone().logical_or_(x > 1), x.detach().clone().logical_xor_(x > 0),
+        ]  # fmt: skip
+        part, whole = x * 1, (ids * 1).gt_(2)
+        part[1].lt_(0)
+        return [x - y - y for y in found], -part, (x * 1).gt_(0.5).sub_(1) * x, -whole
+
+    check_parity(Fn(compare), draw(3, 4), torch.arange(5))
