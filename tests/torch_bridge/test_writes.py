@@ -38,3 +38,27 @@ def test_comparisons_in_place_keep_the_dtype() -> None:
         return [x - y - y for y in found], -part, (x * 1).gt_(0.5).sub_(1) * x, -whole
 
     check_parity(Fn(compare), draw(3, 4), torch.arange(5))
+
+
+def test_diagonals_are_filled_and_have_no_gradient() -> None:
+    """Of views as well, of which strides count over other memory; similarities, as in SimCLR."""
+
+    def fill(x: torch.Tensor, cube: torch.Tensor, ids: torch.Tensor) -> Any:
+        view = x * 1
+        view[1:, 1:4].fill_diagonal_(5.0)
+        similar = (x @ x.t()).fill_diagonal_(-1e9).log_softmax(-1)
+        wrapped = [(x[:, :3] * 1).fill_diagonal_(2.0, wrap=wrap) for wrap in (False, True)]
+        return similar, view, *wrapped, (cube * 1).fill_diagonal_(0.5), ids.fill_diagonal_(2.7)
+
+    check_parity(Fn(fill), draw(8, 5), draw(3, 3, 3), torch.arange(12).reshape(3, 4))
+
+
+def test_writes_by_strides_have_the_gradient_of_the_write() -> None:
+    def write(x: torch.Tensor, src: torch.Tensor) -> Any:
+        zeroed, scaled, copied = x * 1, x * 1, x * 1
+        zeroed.as_strided((2,), (7,)).zero_()
+        scaled.as_strided((2, 2), (5, 1), 3).mul_(3)
+        copied.as_strided((2, 2), (5, 1)).copy_(src)
+        return zeroed, scaled, copied
+
+    check_parity(Fn(write), draw(4, 5), draw(2, 2, seed=1))

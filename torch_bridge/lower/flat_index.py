@@ -62,20 +62,35 @@ def as_strided(
     return jnp.take(jnp.ravel(x), _strided(size, stride, storage_offset or 0))
 
 
-@register_operator("aten.as_strided_scatter.default")
-def as_strided_scatter(
-    x: jax.Array, src: Any, size: Sequence[int], stride: Sequence[int],
-    storage_offset: int | None = None,
-) -> jax.Array:  # fmt: skip
-    """Of a tensor whose elements lie in order. Its gradients are PyTorch's: the input's are those
-    of the places that are replaced, and of the others none."""
+def _scatter_places(size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:
     places = _strided(size, stride, storage_offset or 0)
-    flat, src = jnp.ravel(x), cast(src, x.dtype)
     if np.unique(places).size < places.size:
         raise NotImplementedError(
             "as_strided_scatter to places that overlap: PyTorch leaves open which of the elements"
             " stays; give each place one (x.flatten().scatter(0, places, src))"
         )
+    return places
+
+
+@register_operator("aten.as_strided_scatter.default")
+def written_by_strides(
+    x: jax.Array, src: Any, size: Sequence[int], stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> jax.Array:  # fmt: skip
+    """What torch.export makes of a write into `x.as_strided(...)`, with that write's gradient."""
+    places = _scatter_places(size, stride, storage_offset)
+    return jnp.reshape(jnp.ravel(x).at[places].set(cast(src, x.dtype)), x.shape)
+
+
+@register_operator("torch_bridge.as_strided_scatter.default")
+def as_strided_scatter(
+    x: jax.Array, src: Any, size: Sequence[int], stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> jax.Array:  # fmt: skip
+    """A forward's own, of a tensor whose elements lie in order. Its gradients are PyTorch's: the
+    input's are those of the places that are replaced, and of the others none."""
+    places = _scatter_places(size, stride, storage_offset)
+    flat, src = jnp.ravel(x), cast(src, x.dtype)
     fixed = jax.lax.stop_gradient(flat).at[places].set(jax.lax.stop_gradient(src))
     replaced = jnp.zeros(flat.shape, x.dtype).at[places].set(1)
     slopes = sloped(flat, replaced).at[places].add(sloped(src, jnp.ones((), x.dtype)))

@@ -39,6 +39,7 @@ from torch_bridge.export.stand_ins.random_numbers import (
 from torch_bridge.export.stand_ins.replacement import StandIn, replaced
 from torch_bridge.export.stand_ins.slopes import functional_gradients, record_grad
 from torch_bridge.export.stand_ins.state_spaces import state_space_stand_ins
+from torch_bridge.export.stand_ins.strides import STRIDES
 from torch_bridge.export.stand_ins.synchronized_norms import synchronized_batch_norms
 
 
@@ -47,6 +48,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: record_grad,
     torch.Tensor.random_: drawn_whole,
     **LITERALS,
+    **STRIDES,
 }
 
 
@@ -274,29 +276,6 @@ def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) 
     if input.shape == the_template.shape:  # nothing changes, of which torch.export has no trace
         return input
     return torch.ops.aten.resize_as_(input, the_template, **kwargs)
-
-
-def _strided(function: Any) -> Callable[..., torch.Tensor]:
-    """Strides are over a tensor's memory, and here a tensor is its elements in order."""
-
-    def in_order(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        memory = input.untyped_storage().nbytes() // input.element_size()
-        if not input.is_contiguous() or memory != input.numel():
-            raise ConversionError(
-                f"{function.__name__} of a view: its strides count over memory of which an array in"
-                " JAX holds only the view's own elements. Call .contiguous().clone() first, or"
-                " index."
-            )
-        found: torch.Tensor = function(input, *args, **kwargs)
-        return found
-
-    return in_order
-
-
-_instead_of(torch.as_strided, torch.Tensor.as_strided)(_strided(torch.ops.aten.as_strided))
-_instead_of(torch.as_strided_scatter, torch.Tensor.as_strided_scatter)(
-    _strided(torch.ops.aten.as_strided_scatter)
-)
 
 
 @_instead_of(torch.cov, torch.Tensor.cov)
