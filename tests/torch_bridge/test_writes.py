@@ -62,3 +62,7 @@ def test_writes_by_strides_have_the_gradient_of_the_write() -> None:
         return zeroed, scaled, copied
 
     check_parity(Fn(write), draw(4, 5), draw(2, 2, seed=1))
+
+
+def test_an_operator_in_place_may_take_its_arguments_in_another_order() -> None:
+    check_parity(Fn(lambda x: (x.abs() + 0.5).polygamma_(1) * x), draw(3, 4))

@@ -122,7 +122,11 @@ def _functional_form(node: torch.fx.Node) -> Any:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     found = getattr(packet, overload, None)
-    return found if found is not None and find_lowering(str(found)) is not None else None
+    if found is None or find_lowering(str(found)) is None:
+        return None
+    names = [argument.name for argument in found._schema.arguments]
+    # `x.polygamma_(n)` is `polygamma(n, x)`.
+    return found if "self" not in names[1:] else None
 
 
 def _is_private(node: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:

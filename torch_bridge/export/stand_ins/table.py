@@ -271,6 +271,12 @@ def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return input.reshape(-1)[index.reshape(-1)].reshape(index.shape)
 
 
+@_instead_of(torch.Tensor.polygamma_)
+def _polygamma_in_place(x: torch.Tensor, n: int) -> torch.Tensor:
+    """PyTorch's own functionalisation does not know it."""
+    return x.copy_(torch.polygamma(n, x))
+
+
 @_instead_of(torch.resize_as_, torch.Tensor.resize_as_)
 def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if input.shape == the_template.shape:  # nothing changes, of which torch.export has no trace
