@@ -160,6 +160,16 @@ def test_bessel_functions_near_0_and_far_from_it():
     agree(lambda n: torch.special.legendre_polynomial_p(n * 0 + 0.5, n), torch.tensor([3, 2, INF]))
 
 
+def test_bessel_and_airy_functions_have_no_gradient():
+    names = "bessel_j0 bessel_j1 bessel_y0 bessel_y1 spherical_bessel_j0 airy_ai".split()
+    names += [f"modified_bessel_{kind}{n}" for kind in "ik" for n in (0, 1)]
+    names += [f"scaled_modified_bessel_k{n}" for n in (0, 1)]
+    kinds = [getattr(torch.special, name) for name in names]
+    x = torch.tensor([0.3, 2.5])
+    assert not any(kind(x.clone().requires_grad_()).requires_grad for kind in kinds)
+    agree(lambda x: sum(kind(x) for kind in kinds) + x + torch.special.erfcx(x), x)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_equal_values_and_zeros(name):
     agree(ROWS[name], EQUAL)

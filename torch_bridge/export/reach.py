@@ -21,7 +21,8 @@ from torch_bridge.lower.refs import refs
 _STOPS = re.compile(
     r"aten\.(all|any|arg(max|min|sort)|bincount|bitwise_\w+|bucketize|detach|eq|floor_divide|g[et]"
     r"|is(finite|inf|nan)|l[et]|logical_\w+|ne|new_\w+|nonzero_static|one_hot|searchsorted"
-    r"|(empty|full|ones|rand|randint|randn|zeros)_like)\."
+    r"|(empty|full|ones|rand|randint|randn|zeros)_like"
+    r"|special_(airy_ai|\w*bessel_\w+|\w+_polynomial_\w))\."
 )
 _CASTS = ("aten._to_copy.", "aten.to.", "prims.convert_element_type.")
 

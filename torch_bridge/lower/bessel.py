@@ -1,8 +1,8 @@
 """Bessel, Airy and related functions, which JAX lacks: by quadrature, without tables of numbers.
 
 Integrals of smooth periodic (or fast decaying) functions by the trapezoidal rule are exact to
-rounding after a few dozen points; far from 0 the asymptotic series of Hankel takes over. torch
-defines no gradients here, but for `erfcx` and `spherical_bessel_j0`.
+rounding after a few dozen points; far from 0 the asymptotic series of Hankel takes over. What torch
+gives here has no gradient, but for `erfcx`.
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -171,10 +171,16 @@ for _name, _fn in {
     "scaled_modified_bessel_k0": lambda x: _scaled_k(0, x),
     "scaled_modified_bessel_k1": lambda x: _scaled_k(1, x),
     "airy_ai": _airy,
-    "erfcx": _erfcx,
     "spherical_bessel_j0": _spherical,
 }.items():
-    register_operator(f"aten.special_{_name}.default")(lambda x, fn=_fn: fn(*promote_float(x)))
+    register_operator(f"aten.special_{_name}.default")(
+        lambda x, fn=_fn: jax.lax.stop_gradient(fn(*promote_float(x)))
+    )
+
+
+@register_operator("aten.special_erfcx.default")
+def erfcx(x: jax.Array) -> jax.Array:
+    return _erfcx(*promote_float(x))
 
 
 _HIGHEST = 10_000  # degree, for which PyTorch's own loop takes as long

@@ -305,6 +305,24 @@ def test_what_only_an_output_reads_that_the_loss_does_not_is_left_alone(layers):
         tb.optimizer(adamw, converted, unread=["othre"])
 
 
+class Bessel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        other = self.other(x)
+        return {"sum": self.read(x) + torch.special.bessel_j0(other), "other": other}
+
+
+def test_what_a_function_without_gradient_reads_is_left_alone():
+    batch = {"x": torch.randn(3, 4)}
+    converted = tb.convert(Bessel(), **batch)
+    with pytest.warns(UserWarning, match="no output that depends on"):
+        found = converted.unread(lambda f, b: jnp.sum(f(**b)["sum"]), tb.batch(batch))
+    assert found == {"other.weight", "other.bias"}
+
+
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_what_is_left_alone_may_be_said_by_any_of_its_names(name):
     """Decay alone would show."""
