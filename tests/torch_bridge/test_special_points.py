@@ -161,7 +161,7 @@ def test_bessel_functions_near_0_and_far_from_it():
 
 
 def test_bessel_and_airy_functions_have_no_gradient():
-    names = "bessel_j0 bessel_j1 bessel_y0 bessel_y1 spherical_bessel_j0 airy_ai".split()
+    names = ["bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "spherical_bessel_j0", "airy_ai"]
     names += [f"modified_bessel_{kind}{n}" for kind in "ik" for n in (0, 1)]
     names += [f"scaled_modified_bessel_k{n}" for n in (0, 1)]
     kinds = [getattr(torch.special, name) for name in names]
