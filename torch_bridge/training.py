@@ -204,7 +204,7 @@ def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
 
     `traced` is the same module with a loss, whose attributes are a copy.
     """
-    told = reachable(module, HARMLESS) | of_loss(traced, HARMLESS)
+    told = reachable(module, HARMLESS)[0] | of_loss(traced, HARMLESS)
     for name, tensor in named_tensors(module).items():
         told[f"`{name}`"], told[f"`{name}.requires_grad`"] = tensor._version, tensor.requires_grad
     return told

@@ -43,8 +43,10 @@ from torch_bridge.export.watch.attribute_caches import (
     returned_as_well,
 )
 from torch_bridge.export.watch.constants import (
+    keep_values,
     line_that_reads_earlier,
     refuse_nameless,
+    refuse_shared,
     refuse_without_values,
 )
 from torch_bridge.export.watch.draws import Draws, set_draws
@@ -261,8 +263,11 @@ def _export_pure(
         refuse_without_values(program)
         after = states[-1] if states else before
         before.require_no_more_tensors(after)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        refuse_shared(before.written(after), tensors, mode)
         changed, drew = before.changed(after), before.drew_numbers(after)
-        trace = _Trace(program, dynamic, bool(check or changed or drew or before.moved(after)))
+        counts = before.moved(after) or before.leaves(after)
+        trace = _Trace(program, dynamic, bool(check or changed or drew or counts))
         if trace.checked:
             after.put(module, changed)
             try:
@@ -366,6 +371,7 @@ def _export_most_dynamic(
                 last = error  # the last try fixes all sizes: its error is about the module itself
             else:
                 refuse_functions(functions, mode)
+                keep_values(program, (*module.named_parameters(), *module.named_buffers()))
                 return program, dynamic
     refuse_functions(functions, mode)
     assert last is not None

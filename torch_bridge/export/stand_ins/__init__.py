@@ -6,6 +6,7 @@
 - `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
 - `inference_mode`: regions without gradients. `literals`: numbers of Python on the `meta` device.
 - `strides`: what a forward reads and writes by strides over memory.
+- `arrays`: tensors that share the memory of what a forward writes to.
 - `embedding_norms`: embeddings that scale their weight as they are read (`max_norm=`).
 - `replacement`: attributes that are others for a while.
 """

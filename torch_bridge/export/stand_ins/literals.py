@@ -13,6 +13,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from torch_bridge.export.stand_ins.arrays import in_own_memory
 from torch_bridge.export.stand_ins.replacement import StandIn
 
 
@@ -41,7 +42,7 @@ def _new_tensor(
 ) -> torch.Tensor:
     device = x.device if device is None else torch.device(device)
     if device.type != "meta" or _is_tensor(data):
-        return x.new_tensor(data, dtype=dtype, device=device, **kwargs)
+        return in_own_memory(x.new_tensor)(data, dtype=dtype, device=device, **kwargs)
     return _tensor(data, dtype=dtype or x.dtype, device=device, **kwargs)
 
 
@@ -91,11 +92,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-_tensor = _with_values(torch.tensor)
+_tensor = _with_values(in_own_memory(torch.tensor))
 LITERALS: dict[Any, Callable[..., Any]] = {
     torch.tensor: _tensor,
-    torch.as_tensor: _with_values(torch.as_tensor),
-    torch.asarray: _with_values(torch.asarray),
+    torch.as_tensor: _with_values(in_own_memory(torch.as_tensor)),
+    torch.asarray: _with_values(in_own_memory(torch.asarray)),
     torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.new: _new,
     torch.Tensor.__setitem__: _write,

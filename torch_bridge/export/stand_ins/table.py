@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
+from torch_bridge.export.stand_ins.arrays import OF_ARRAYS
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
@@ -120,6 +121,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (Distribution, "__init__", unchecked),
         *RANDOM_NUMBERS,
         OF_SIZES,
+        *OF_ARRAYS,
         *inference_as_no_grad(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from torch_bridge.export.watch.forward import same_constant
+from torch_bridge.export.watch.constants import same_constant
 from torch_bridge.export.watch.leftovers import OF_A_TRACE
 
 

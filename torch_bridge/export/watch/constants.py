@@ -7,14 +7,17 @@ trained or loaded values would not be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from fzero.errors import ConversionError
 from torch_bridge.export.origins import module_path, source_line
+from torch_bridge.export.watch.counts import Memory
 
 
 def refuse_nameless(
@@ -64,6 +67,84 @@ def refuse_without_values(program: torch.export.ExportedProgram) -> None:
                 " of Python numbers in forward, with torch.tensor; or convert on the CPU"
                 f"\n  at: {source_line(reader)}"
             )
+
+
+def keep_values(
+    program: torch.export.ExportedProgram, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Copy constants whose memory is not PyTorch's alone: a later call may write to an array's.
+
+    Args:
+        program: an exported program.
+        tensors: the module's parameters and buffers, which are known by their memory.
+    """
+    own = {_memory(tensor) for _, tensor in tensors}
+    for name, value in program.constants.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            continue
+        # PyTorch lets nobody resize what others look at.
+        memory = _memory(value)
+        if memory and memory not in own and not value.untyped_storage().resizable():
+            program.constants[name] = value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def refuse_shared(
+    arrays: Mapping[str, Memory], tensors: Iterable[tuple[str, torch.Tensor]], mode: str
+) -> None:
+    """Refuse parameters and buffers in whose memory a forward writes by an array.
+
+    Args:
+        arrays: what it wrote to, by name.
+        tensors: the module's parameters and buffers.
+        mode: "train" or "eval".
+
+    Raises:
+        ConversionError: names both.
+    """
+    places = {name: _place(one) for name, one in arrays.items()}
+    for name, tensor in tensors:
+        if not (begin := _memory(tensor)):
+            continue
+        end = begin + tensor.untyped_storage().nbytes()
+        for array, (first, last) in places.items():
+            if first < end and begin < last:
+                raise ConversionError(
+                    f"the {mode} forward writes to {array}, whose memory `{name}` shares: of that"
+                    f" export sees nothing. Write to the tensor itself (self.{name}.copy_(...)),"
+                    " which is returned after every call."
+                )
+
+
+def _place(one: Memory) -> tuple[int, int]:
+    """Where an array's memory begins and ends."""
+    array = one if isinstance(one, np.ndarray) else np.frombuffer(one, np.uint8)
+    first = int(array.__array_interface__["data"][0])
+    return first, first + array.nbytes
+
+
+def line_that_reads_other(
+    one: torch.export.ExportedProgram, other: torch.export.ExportedProgram
+) -> str:
+    """The line that reads a constant which two programs have differently, or nothing."""
+    theirs = other.constants
+    for name, value, reader in _read_constants(one):
+        if name not in theirs or not same_constant(value, theirs[name]):
+            return source_line(reader, unknown="")
+    return ""
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants of programs are the same values."""
+    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return bool(a is b or type(a) is type(b))
+    # A tensor that the first trace left in an attribute has no values.
+    if type(a) is not type(b) or a.is_meta or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return bool(torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and _equal_else(a, b)))
+
+
+def _equal_else(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a[~a.isnan()], b[~b.isnan()])
 
 
 def line_that_reads_earlier(program: torch.export.ExportedProgram) -> str | None:

@@ -7,13 +7,14 @@ and only the count says that a later one need not.
 
 from __future__ import annotations
 
+import array
 import random
 import types
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,12 +31,20 @@ _FOREIGN = {
 # Modules whose iterators are Python's own.
 _OF_PYTHON = {"builtins", "itertools", "collections", "_collections"}
 _PLAIN = (bool, int, float, complex, str, bytes)
+# What keeps values in memory that a tensor can share.
+Memory: TypeAlias = "np.ndarray[Any, Any] | bytearray | array.array[Any]"
+# Where the tensors are at home that a trace computes, and the note of one.
+_OF_TRACES = "torch._subclasses"
+LEFT = "a tensor without values"
 # Where the class of a module that is called with a loss keeps it.
 LOSS = "_loss_around_forward"
 
 
-def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
-    """What a forward can count in, by name: numbers, texts, sizes of containers, positions.
+def reachable(
+    module: torch.nn.Module, harmless: set[str]
+) -> tuple[dict[str, Any], dict[str, Memory]]:
+    """What a forward can count in, by name: numbers, texts, sizes of containers, positions; and
+    the arrays among that.
 
     Args:
         module: the module whose forward it is.
@@ -44,12 +53,12 @@ def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     walk = _Walk(found, harmless)
     walk.modules("", module, 0)
-    return found | of_loss(module, harmless)
+    return found | of_loss(module, harmless), walk.arrays
 
 
-def holders(module: torch.nn.Module, harmless: set[str]) -> list[Any]:
+def holders(module: torch.nn.Module, harmless: set[str]) -> tuple[list[Any], dict[str, Memory]]:
     """What a forward, or a loss around it, can leave values in: containers, the dicts of objects,
-    functions and Python's modules, classes, cells of closures.
+    functions and Python's modules, classes, cells of closures; and arrays, by name.
 
     Args:
         module: the module whose forward it is.
@@ -58,7 +67,7 @@ def holders(module: torch.nn.Module, harmless: set[str]) -> list[Any]:
     walk = _Walk({}, harmless)
     walk.modules("", module, 0)
     walk.value("the loss", getattr(type(module), LOSS, None), 0)
-    return list(walk.holders.values())
+    return list(walk.holders.values()), walk.arrays
 
 
 def of_loss(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
@@ -74,6 +83,7 @@ class _Walk:
     def __init__(self, found: dict[str, Any], harmless: set[str]) -> None:
         self._found, self._harmless, self._seen = found, harmless, set[int]()
         self.holders: dict[int, Any] = {}
+        self.arrays: dict[str, Memory] = {}
 
     def modules(self, name: str, module: torch.nn.Module, depth: int) -> None:
         """Notes what a module, all within it, their hooks and classes hold."""
@@ -104,13 +114,18 @@ class _Walk:
         if depth > _DEPTH or len(self._seen) > _ALL:
             return
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+            if type(value).__module__.startswith(_OF_TRACES):
+                self._found[name] = LEFT
             return
         if isinstance(value, torch.nn.Module):
             self.modules(name, value, depth + 1)
             return
         self._seen.add(id(value))
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray | bytearray | array.array):
             self._found[name] = _array(value)
+            self.arrays[name] = value
+        elif isinstance(value, memoryview):
+            self.value(name, value.obj, depth + 1)
         elif isinstance(value, list | tuple | set | frozenset | deque | dict):
             self._container(name, value, depth)
         elif isinstance(value, types.FunctionType | types.MethodType):
@@ -209,7 +224,9 @@ def _words(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _array(value: np.ndarray[Any, Any]) -> Any:
+def _array(value: Memory) -> Any:
+    if not isinstance(value, np.ndarray):
+        return len(value), zlib.crc32(value)
     if value.dtype == object:
         return value.shape
     return value.shape, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)

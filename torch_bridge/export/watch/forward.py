@@ -23,7 +23,8 @@ from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
 from torch_bridge.export.origins import source_line
-from torch_bridge.export.watch.counts import moved, of_loss, reachable
+from torch_bridge.export.watch.constants import line_that_reads_other, same_constant
+from torch_bridge.export.watch.counts import LEFT, Memory, moved, of_loss, reachable
 from torch_bridge.export.watch.function_caches import computed_anew
 from torch_bridge.export.watch.leftovers import no_leftovers
 
@@ -130,7 +131,7 @@ class PythonState:
         }
         self.tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self.attributes = {key: _comparable(value) for key, value in self.values.items()}
-        self.counts = reachable(module, HARMLESS)
+        self.counts, self.arrays = reachable(module, HARMLESS)
 
     def require_no_more_tensors(self, later: PythonState) -> None:
         """Raises `ConversionError` if a parameter or buffer was not there before."""
@@ -156,6 +157,15 @@ class PythonState:
     def moved(self, later: PythonState) -> list[str]:
         """What a forward can count in that stands elsewhere in `later`, by name."""
         return moved(self.counts, later.counts)
+
+    def leaves(self, later: PythonState) -> bool:
+        """Whether a tensor was left outside of modules until `later`; it is taken out again."""
+        new = {name for name, value in later.counts.items() if value is LEFT}
+        return any(self.counts.get(name) is not LEFT for name in new)
+
+    def written(self, later: PythonState) -> dict[str, Memory]:
+        """The arrays that have other values in `later`, by name."""
+        return {n: later.arrays[n] for n in self.moved(later) if n in later.arrays}
 
     def counted(self, after: PythonState, later: PythonState) -> list[str]:
         """What moved in each of two calls, in words: `path.name: 0, then 1`."""
@@ -300,22 +310,8 @@ def _codes(program: ExportedProgram) -> list[str]:
     return [m.code for m in modules if isinstance(m, torch.fx.GraphModule)]
 
 
-def same_constant(a: Any, b: Any) -> bool:
-    """Whether two constants of programs are the same values."""
-    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return bool(a is b or type(a) is type(b))
-    # A tensor that the first trace left in an attribute has no values.
-    if type(a) is not type(b) or a.is_meta or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return bool(torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and _equal_else(a, b)))
-
-
-def _equal_else(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a[~a.isnan()], b[~b.isnan()])
-
-
 def first_difference(a: ExportedProgram, b: ExportedProgram) -> str:
-    """The line of Python whose operator two exports of a module have differently, or nothing."""
+    """The line of Python whose operator, or constant, two exports have differently, or nothing."""
     for one, other in zip(a.graph.nodes, b.graph.nodes, strict=False):
         if (one.op, str(one.target), str(one.args)) != (
             other.op,
@@ -323,7 +319,7 @@ def first_difference(a: ExportedProgram, b: ExportedProgram) -> str:
             str(other.args),
         ):
             return source_line(one, unknown="")
-    return ""
+    return line_that_reads_other(a, b)
 
 
 def refuse_python_random(mode: str) -> None:

@@ -1,7 +1,8 @@
 """What a trace leaves outside of modules, and is taken out again.
 
 A forward may keep what it computed in an object, a list, a closure or a global. While it is traced
-these are tensors without values, with which PyTorch could not go on afterwards.
+these are tensors without values, with which PyTorch could not go on afterwards. What it counts in
+arrays would have been counted by calls that nobody made.
 """
 
 from __future__ import annotations
@@ -12,31 +13,60 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from torch_bridge.export.watch.counts import holders, is_foreign
+from torch_bridge.export.watch.counts import Memory, holders, is_foreign
 
 
 # Values that exist in a trace alone.
 OF_A_TRACE = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+# The bytes of an array up to which a copy is kept while a forward is traced.
+_MOST = 2**26
 
 
 @contextlib.contextmanager
 def no_leftovers(module: torch.nn.Module, harmless: set[str]) -> Iterator[None]:
     """While a forward is traced; then what held another value, or none, does so again.
 
+    An array above 64 MiB keeps what was written to it: a copy might not fit.
+
     Args:
         module: the module whose forward it is.
         harmless: attributes of modules that are not looked into.
     """
-    kept = [(holder, _contents(holder)) for holder in holders(module, harmless)]
+    found, arrays = holders(module, harmless)
+    kept = [(holder, _contents(holder)) for holder in found]
+    values = [(one, _copy(one)) for one in arrays.values() if _is_kept(one)]
     try:
         yield
     finally:
         for holder, before in kept:
             _put_back(holder, before)
+        for one, copy in values:
+            _write_back(one, copy)
+
+
+def _is_kept(one: Memory) -> bool:
+    """Whether an array can have been written to, and is copied for that."""
+    if isinstance(one, np.ndarray):
+        return one.flags.writeable and one.nbytes <= _MOST
+    return memoryview(one).nbytes <= _MOST
+
+
+def _copy(one: Memory) -> Memory:
+    return one.copy() if isinstance(one, np.ndarray) else one[:]
+
+
+def _write_back(one: Any, before: Any) -> None:
+    """Give an array its values again, if it has others: a file may lie behind it."""
+    if not isinstance(one, np.ndarray):
+        if one != before:
+            one[:] = before
+    elif one.dtype == object or one.tobytes() != before.tobytes():
+        one[...] = before
 
 
 def _contents(holder: Any) -> Any:
