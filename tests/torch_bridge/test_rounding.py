@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import jax
@@ -271,3 +272,23 @@ def test_reparametrised_weights_are_as_exact_as_torchs(dtype: torch.dtype) -> No
 
 def _wide(x: Any) -> Any:
     return np.asarray(x.float() if isinstance(x, torch.Tensor) else x, np.float64)
+
+
+class Buckets(nn.Module):
+    """Of DeBERTa-v2: logarithms of places by that of the last one, which is a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for last, name in itertools.product(range(3, 40, 2), ("log", "log2", "rsqrt")):
+            curve = getattr(torch, name)
+            scale = torch.tensor(last / 2).float() * torch.ones(())
+            found.append(torch.ceil(curve(x[last] / 2) / curve(scale) * 3))
+        return torch.stack(found)
+
+
+def test_functions_of_constants_are_those_of_arrays() -> None:
+    x = torch.arange(40.0)[:, None].expand(40, 9).contiguous()
+    module = Buckets()
+    converted = tb.convert(module, x, train=False)
+    run = jax.jit(lambda x: converted.apply({}, {}, x).output)
+    np.testing.assert_array_equal(run(x.numpy()), module(x).numpy())

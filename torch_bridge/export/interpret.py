@@ -24,6 +24,7 @@ from torch_bridge.lower.arithmetic import div_before_a_step
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, ComputedMask, Folded, computed_masks
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
+from torch_bridge.lower.rounding import as_it_runs
 from torch_bridge.lower.sizes import python_function
 
 
@@ -320,6 +321,8 @@ def _lowered(
     if is_before_a_step(node):
         fn = div_before_a_step
     assert fn is not None, node.target
+    if node in ranges.before_steps:
+        fn = as_it_runs(fn)
     args, kwargs = _arguments(node, mask)
     if _draws(node, args, kwargs):
         kwargs["key"] = "a key"

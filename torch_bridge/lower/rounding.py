@@ -101,6 +101,25 @@ def quotient(x: Any, y: Any) -> Any:
     return jax.checkpoint(once(divide), prevent_cse=False)(x, y)
 
 
+@functools.lru_cache(maxsize=256)  # equal nodes have one function: equal blocks are found by it
+def as_it_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which rounds what is known while it is traced as what comes later.
+
+    XLA computes `log` of a constant by other means than that of an array: their quotient is not 1
+    where both are of one number.
+    """
+
+    @functools.wraps(fn)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+        if any(isinstance(x, jax.core.Tracer) for x in given):
+            return fn(*args, **kwargs)
+        with jax.ensure_compile_time_eval():
+            return fn(*args, **kwargs)
+
+    return computed
+
+
 def sum_dtype(x: Any) -> np.dtype[Any]:
     """The dtype of a product of arrays like `x` that is rounded after what follows it.
 

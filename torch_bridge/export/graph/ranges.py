@@ -27,6 +27,7 @@ from torch_bridge.export.graph.float64 import (
     with_gradient,
 )
 from torch_bridge.export.graph.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
+from torch_bridge.export.graph.steps import constants_before_a_step
 from torch_bridge.export.origins import source_line
 from torch_bridge.lower.refs import Ref
 from torch_bridge.lower.sizes import python_function
@@ -63,11 +64,13 @@ class Ranges:
         of: the range of each whole number, by node; a tuple for operators with several results.
         wide: nodes with a value that is held in 64 bits.
         taught: nodes through which a gradient of what is returned may go.
+        before_steps: nodes of constants whose last bit decides.
     """
 
     of: dict[torch.fx.Node, Any] = field(default_factory=dict)
     wide: set[torch.fx.Node] = field(default_factory=set)
     taught: set[torch.fx.Node] = field(default_factory=set)
+    before_steps: set[torch.fx.Node] = field(default_factory=set)
 
     def computed(self, node: torch.fx.Node) -> bool:
         """Whether a node has to be computed in 64 bits."""
@@ -116,7 +119,7 @@ def find_ranges(program: torch.export.ExportedProgram) -> Ranges:
         ConversionError: an argument or constant of float64 enters a computation in float64, or a
             buffer may grow beyond 32 bits.
     """
-    found = Ranges()
+    found = Ranges(before_steps=constants_before_a_step(program))
     if x64_enabled():
         return found
     outputs = program.graph_signature.output_specs

@@ -1,10 +1,18 @@
-"""Quotients whose last bit decides: what is made of them jumps (a floor, a cast, a comparison)."""
+"""Values whose last bit decides: what is made of them jumps (a floor, a cast, a comparison).
+
+Of quotients, and of functions that XLA rounds otherwise where it computes them while compiling.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch.export.graph_signature import InputKind
 
 
+# Elements of a constant that is computed while a program is traced.
+_MOST = 4096
 _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
 # Of these a value goes on, or what is made of it steadily; they are followed.
 _STEADY = frozenset(
@@ -13,6 +21,27 @@ _STEADY = frozenset(
     lift_fresh_copy maximum minimum mul neg permute repeat reshape rsub select slice squeeze stack
     sub t transpose unsqueeze unsqueeze_ view _unsafe_view
     """.split()  # noqa: SIM905
+)
+# Functions that are no sums and products; they are followed, too.
+_CURVES = frozenset(
+    """
+    acos acosh asin asinh atan atanh cos cosh erf erfc exp exp2 expm1 log log10 log1p log2 pow rsqrt
+    sigmoid sin sinh sqrt tan tanh
+    """.split()  # noqa: SIM905
+)
+# Of what else constants are made that are computed before.
+_OF_VALUES = (
+    _STEADY
+    | _CURVES
+    | {
+        "_to_copy",
+        "to",
+        "arange",
+        "full",
+        "ones",
+        "scalar_tensor",
+        "zeros",
+    }
 )
 _STEPS = frozenset(
     """
@@ -25,7 +54,37 @@ _CASTS = frozenset(("_to_copy", "to"))
 
 def is_before_a_step(node: torch.fx.Node) -> bool:
     """Whether a node is a quotient of floats that something with steps is made of."""
-    if str(node.target) not in _QUOTIENTS or not node.meta["val"].is_floating_point():
+    return str(node.target) in _QUOTIENTS and _is_before_a_step(node)
+
+
+def constants_before_a_step(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
+    """Nodes of constants alone, of known and small sizes, that something with steps is made of.
+
+    Two equal logarithms are equal in PyTorch: their quotient is 1, and its `ceil` is, too. What XLA
+    knows before it rounds otherwise than what it computes as it runs.
+    """
+    given = {spec.arg.name for spec in program.graph_signature.input_specs
+             if spec.kind is InputKind.CONSTANT_TENSOR}  # fmt: skip
+    known = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in given}
+    found: set[torch.fx.Node] = set()
+    for node in program.graph.nodes:
+        if _name(node) in _OF_VALUES and all(one in known for one in node.all_input_nodes):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and _is_small(value):
+                known.add(node)
+                if _is_before_a_step(node):
+                    found.add(node)
+    return found
+
+
+def _is_small(value: torch.Tensor) -> bool:
+    sizes = list(value.shape)
+    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) <= _MOST
+
+
+def _is_before_a_step(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
     seen, todo = {node}, [node]
     while todo:
@@ -33,7 +92,7 @@ def is_before_a_step(node: torch.fx.Node) -> bool:
             name = _name(user)
             if name in _STEPS or (name in _CASTS and not user.meta["val"].is_floating_point()):
                 return True
-            if user not in seen and (name in _STEADY or name in _CASTS):
+            if user not in seen and (name in _STEADY or name in _CURVES or name in _CASTS):
                 seen.add(user)
                 todo.append(user)
     return False
