@@ -144,6 +144,12 @@ def fit(
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)
+    if loss != "module" and isinstance(first, Mapping):
+        raise ConversionError(
+            f"fit: the loader gives mappings ({', '.join(map(str, first))}), and a torch loss takes"
+            " tuples: loss(module(*batch[:-1]), batch[-1]). Give (*inputs, target); or let the"
+            ' module\'s forward take these names and return its loss, and say loss="module"'
+        )
     traced = module if loss == "module" else with_loss(module, loss)
     options = {} if padding_side is None else {"padding_side": padding_side}
     converted = _converted(traced, first, roll=roll, **options)

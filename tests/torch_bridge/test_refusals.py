@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 import transformers
@@ -492,3 +493,55 @@ def test_layers_of_other_quantisers_are_named_with_the_way_back() -> None:
                 tb.convert(module, X)
     own = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes_of_mine"})(4, 4)
     np.testing.assert_allclose(tb.convert(own, X)(X), own(X).detach(), rtol=1e-6, atol=1e-6)
+
+
+class Tripled(torch.autograd.Function):
+    """With a gradient that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        with torch.no_grad():
+            shift = Tripled.apply(y)
+        return y + shift
+
+
+def test_a_custom_function_without_gradients_converts() -> None:
+    module = WithoutGradient()
+    converted = tb.convert(module, X)
+    out, grads = jax.value_and_grad(lambda p: converted.apply(p, {}, X.numpy()).output.sum())(
+        dict(converted.params)
+    )
+    want = module(X).sum()
+    want.backward()
+    np.testing.assert_allclose(out, want.item(), rtol=1e-6)
+    np.testing.assert_allclose(grads["weight"], module.weight.grad, rtol=1e-6)
+
+
+class Bridged(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tb.wrap(jnp.sin)(x)
+
+
+def test_a_forward_that_calls_jax_is_refused_by_that_name() -> None:
+    with pytest.raises(ConversionError, match=r"a function made by tb\.wrap(?s:.)*call the JAX"):
+        tb.convert(Bridged(), X)
+
+
+def test_mappings_for_a_torch_loss_are_refused_by_their_keys() -> None:
+    module = nn.Linear(4, 2)
+    with pytest.raises(ConversionError, match=r'mappings \(x, y\)(?s:.)*loss="module"'):
+        tb.fit(module, [{"x": X, "y": X[:, :2]}], nn.MSELoss(), optimizer=optax.sgd(0.1))

@@ -127,9 +127,9 @@ def watch_functions() -> Iterator[list[str]]:
             return _traced(cls, args, _KNOWN[name])
         # The gradients of custom operators and of control flow are made of Functions too, but these
         # are recorded whole: the table of operators decides about them. Where nothing is
-        # differentiable (indices, masks) there is no backward to lose.
+        # differentiable (indices, masks; without gradients) there is no backward to lose.
         whole = cls.__module__.startswith(("torch._library.autograd", "torch._higher_order_ops"))
-        if not whole and _differentiable((args, kwargs)):
+        if not whole and torch.is_grad_enabled() and _differentiable((args, kwargs)):
             seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -152,6 +152,13 @@ def refuse_functions(names: Sequence[str], mode: str) -> None:
     Raises:
         ConversionError: with the names of all of them.
     """
+    if any(name.startswith("torch_bridge.wrap.") for name in names):
+        raise ConversionError(
+            f"the {mode} forward calls a function made by tb.wrap, which is computed in JAX, where"
+            " torch.export sees nothing of it. Write that part in torch operators; or convert what"
+            " is before and after it, and call the JAX function itself between them, in the loss"
+            " or the model's apply."
+        )
     if names:
         found = ", ".join(sorted(set(names)))
         raise ConversionError(
