@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from parity import check_parity
 from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
 
 
 class Fn(nn.Module):
@@ -66,3 +70,43 @@ def test_writes_by_strides_have_the_gradient_of_the_write() -> None:
 
 def test_an_operator_in_place_may_take_its_arguments_in_another_order() -> None:
     check_parity(Fn(lambda x: (x.abs() + 0.5).polygamma_(1) * x), draw(3, 4))
+
+
+def test_a_tensor_of_one_number_is_an_index() -> None:
+    """As `x[scores.argmax()]`: no size depends on it, although PyTorch asks it for its number."""
+
+    def read(x: torch.Tensor, i: torch.Tensor) -> Any:
+        y = x * 1
+        y[i].mul_(2)
+        y[i, 1] = y[i, 1] + x[0, 0]
+        return x[i], x[:, i], x[i, 1], x[..., i], x[i, i], x[x.sum((1, 2)).argmax()] * x[0], y
+
+    def write(x: torch.Tensor, i: torch.Tensor) -> Any:
+        a, b, c, d, e, f = (x * 1 for _ in range(6))
+        a[x.sum((1, 2)).argmax()] = 0.0
+        b[:, i] = x[:, 0] * 2
+        c[i, i] = x[0, 0] * 3
+        d[..., i] = x[0, :, 0]
+        e[i, ..., i] = x[0, :, 0]
+        f[i, 1:3], f[1, i], f[None, i, 0, 2] = x[:1, 1:3], x[0, 0], 5
+        return a, b, c, d, e, f
+
+    for run in (read, write):
+        converted = check_parity(Fn(run), draw(4, 5, 4), torch.tensor(-2))
+        given = draw(4, 5, 4, seed=1), torch.tensor(1)
+        check_parity(Fn(run), *given, converted=converted)
+
+
+def test_what_a_number_of_a_tensor_cannot_say_names_what_to_write() -> None:
+    i, x = torch.tensor(1), draw(4, 5)
+
+    def put(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[torch.arange(2), i] = 0.0
+        return y
+
+    for run in (lambda x, i: x[i : i + 2], lambda x, i: x[torch.arange(2), i]):
+        with pytest.raises(ConversionError, match=r"torch\.narrow\(x, 0, i, 2\)"):
+            tb.convert(Fn(run), x, i, train=False)
+    with pytest.raises(ConversionError, match=r"i\.reshape\(1\)(.|\n)*test_writes\.py"):
+        tb.convert(Fn(put), x, i, train=False)

@@ -30,6 +30,7 @@ from torch_bridge.export.graph.in_place import (
     replace_fresh_writes,
 )
 from torch_bridge.export.graph.no_grad import inline_no_grad, refuse_detached_writes
+from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
@@ -222,13 +223,13 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
     remove_hidden_aliases(program.graph_module)
     cast_what_is_copied(program.graph_module)
     replace_fresh_writes(program.graph_module)
-    if not _needs_decomposing(program):
-        return program
     try:
-        decomposed: ExportedProgram = program.run_decompositions(_decompositions())
-        return decomposed
+        if _needs_decomposing(program):
+            program = program.run_decompositions(_decompositions())
     except Exception as error:
         raise ConversionError(_explain(error, mode, module)) from error
+    places_of_tensors(program)
+    return program
 
 
 @dataclass(frozen=True)

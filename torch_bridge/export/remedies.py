@@ -85,6 +85,10 @@ _VALUES = (
     "Sizes and branches must not depend on tensor values: torch.where or a mask of fixed size"
     " instead of boolean indexing, nonzero or .item(), or a size that is known before."
 )
+_PLACES = (
+    f"{_VALUES} Rows from a tensor's number on: torch.narrow(x, 0, i, 2) for x[i : i + 2]; one row"
+    " beside other tensors: x.index_select(0, i.reshape(1)).squeeze(0)."
+)
 _DEVICES = (
     "Tensors that meet in a forward have to be on one device: bring the example to the module's,"
     ' x.to(device); to that of a module without values, x.to("meta"). What a forward makes without'
@@ -130,7 +134,8 @@ def remedy_of_missing(function: str) -> str:
 
 def remedy_of_values(function: str) -> str:
     """What to do about an operator whose result's size depends on values."""
-    return remedy(function) or _VALUES
+    read = "_local_scalar_dense" in function
+    return remedy(function) or (_PLACES if read else _VALUES)
 
 
 def remedy_of_trace(text: str, called: str | None) -> str:
@@ -162,4 +167,6 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         known = remedy(name)
         if known is not None:
             return known
+    if "Could not extract specialized integer" in text:
+        return _PLACES
     return _VALUES if "item()" in text or "data-dependent" in text.lower() else ""

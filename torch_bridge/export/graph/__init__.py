@@ -1,7 +1,7 @@
 """An exported graph put right: each rewrites it, or reads from it what torch.export leaves open.
 
 - Rewritten: `in_place` writes, `no_grad` regions, `slices`, another `default_dtype`, `mixtures` of
-  experts as one op each.
+  experts as one op each, `places` that a tensor says.
 - Read: which whole numbers fit JAX's (`ranges`, by `range_rules`), where `float64` is needed, and
   which quotients are made whole numbers of (`steps`).
 """

@@ -5,6 +5,7 @@
   mixtures of experts (`experts`, `older_experts`; `capacity`: what each of them takes).
 - `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
 - `inference_mode`: regions without gradients. `literals`: numbers of Python on the `meta` device.
+- `numbers_as_places`: writes to places that a tensor of one number says.
 - `strides`: what a forward reads and writes by strides over memory.
 - `arrays`: tensors that share the memory of what a forward writes to.
 - `embedding_norms`: embeddings that scale their weight as they are read (`max_norm=`).

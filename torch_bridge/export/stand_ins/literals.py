@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from torch_bridge.export.stand_ins.arrays import in_own_memory
+from torch_bridge.export.stand_ins.numbers_as_places import write_at_numbers
 from torch_bridge.export.stand_ins.replacement import StandIn
 
 
@@ -60,7 +61,8 @@ def read(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _write(x: torch.Tensor, index: Any, value: Any) -> None:
-    x[_with_tensors(x, index)] = value
+    if not write_at_numbers(x, index, value):
+        x[_with_tensors(x, index)] = value
 
 
 def _with_tensors(x: torch.Tensor, index: Any) -> Any:
