@@ -135,6 +135,18 @@ def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:
         tb.convert(scaled, torch.zeros((4, 3), device="meta"))
 
 
+def test_an_example_and_parts_on_other_devices_say_where_all_belongs() -> None:
+    """PyTorch says it in other words of a norm than of a linear layer."""
+    whole, part = torch.nn.LayerNorm(3), torch.nn.Sequential(torch.nn.Linear(3, 3))
+    part.append(torch.nn.LayerNorm(3, device="meta"))
+    said = (
+        r"on the (same|expected) device.*x\.to\(\"meta\"\).*module\.to\(\"meta\"\)(.|\n)*at: File"
+    )
+    for module in (whole.to("meta"), part):
+        with pytest.raises(fz.ConversionError, match=said):
+            tb.convert(module, torch.zeros(4, 3))
+
+
 MEMORY = """
 import tests.conftest
 import torch, torch_bridge as tb

@@ -92,7 +92,8 @@ _PLACES = (
 _DEVICES = (
     "Tensors that meet in a forward have to be on one device: bring the example to the module's,"
     ' x.to(device); to that of a module without values, x.to("meta"). What a forward makes without'
-    " saying where is on the CPU: torch.arange(n, device=x.device)."
+    " saying where is on the CPU: torch.arange(n, device=x.device). A module is on one device as a"
+    ' whole: one of which a part has no values, module.to("meta"), or load the rest before.'
 )
 _NO_VALUE = (
     "On the `meta` device a tensor has no value to ask for (.item(), float(), if): ask the Python"
