@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from torch import nn
 
 import fzero as fz
 import torch_bridge as tb
@@ -176,3 +178,50 @@ def test_dtypes_that_pytorch_does_not_mix_are_refused_with_a_remedy_that_holds()
     loss = fz.eval_step(model, plan)(fz.init(model, None, plan), x.numpy())["loss"]
     want = module.eval()(x.bfloat16().float()).square().mean().item()
     assert abs(float(loss) - want) < 1e-2 * want
+
+
+class Residual(nn.Module):
+    """A block of Mamba's: its residual is kept in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = x
+        x = self.norm(x.to(dtype=self.norm.weight.dtype))
+        return residual.to(torch.float32) + self.mixer(x)
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_whose_residual_is_float32_are_equal_in_16_bits() -> None:
+    torch.manual_seed(0)
+    module, ids = Residuals(), torch.arange(12).reshape(3, 4)
+    converted = tb.convert(module, ids)
+    assert converted.blocks.stacks
+    params = {name: jnp.asarray(p, jnp.bfloat16) for name, p in converted.params.items()}
+
+    def loss(params: Any) -> Any:
+        out = converted.apply(params, {}, ids.numpy()).output
+        assert out.dtype == jnp.float32
+        return (out**2).mean(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    want = module.bfloat16()(ids)
+    (want**2).mean().backward()
+    np.testing.assert_allclose(out, want.detach().numpy(), rtol=2e-2, atol=2e-2)
+    for name, grad in converted.by_name(grads).items():
+        wanted = module.get_parameter(name).grad.float().numpy()
+        np.testing.assert_allclose(np.asarray(grad, np.float32), wanted, rtol=5e-2, atol=2e-3)

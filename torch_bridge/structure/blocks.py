@@ -159,9 +159,9 @@ def roll_same(
     lost = [stack.name for stack in stacks if stack not in found]
     if lost:
         raise ConversionError(
-            f"the blocks of {lost} are equal for other sizes, but not here"
+            f"the blocks of {lost} are equal for other sizes and dtypes, but not here"
             f" ({'; '.join(f'{one.path}: {one.reason}' for one in unrolled)});"
-            " convert with roll=False, or with an example of these sizes"
+            " convert with roll=False, or with an example of these"
         )
     same = {stack: loops[True] for stack, loops in found.items() if stack in stacks}
     try:

@@ -15,6 +15,7 @@ from torch_bridge.dtypes import canonical
 from torch_bridge.export.interpret import Op
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import Ref
+from torch_bridge.lower.wide_operators import Wide
 from torch_bridge.module.names import Leaf
 
 
@@ -149,7 +150,9 @@ def difference(a: Form, b: Form) -> str:
         if one[2:4] != other[2:4]:
             return f"{one[0]} has other arguments: {_first(one[2:4], other[2:4])}"
         if one[1] != other[1] and one[5] == other[5]:
-            return f"{one[0]} is computed in 64 bits in one of them only"
+            if isinstance(one[1], Wide) or isinstance(other[1], Wide):
+                return f"{one[0]} is computed in 64 bits in one of them only"
+            return f"{one[0]} has another dtype to begin with"
         if one != other:
             return f"{one[0]} gives {_shown(other[5])} instead of {_shown(one[5])}"
     if len(a.ops) != len(b.ops):

@@ -39,9 +39,9 @@ from torch_bridge.export.mode import Mode, build_mode
 from torch_bridge.export.shapes import SizeError
 from torch_bridge.export.watch.constants import refuse_nameless
 from torch_bridge.module.names import Layout
-from torch_bridge.structure.blocks import roll_same
 from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.stacked_names import BlockStack, Names
+from torch_bridge.structure.widened import roll_widened
 
 
 class Call(NamedTuple):
@@ -301,7 +301,9 @@ class Again:
         # A function that the copy holds may read the module itself.
         refuse_nameless(program, [(name, t) for name, t in converted if t is not None])
         mode = build_mode(program, self.layout, first.call)
-        rolled = roll_same(program, mode, self.layout, self.min_layers, stacks) if stacks else None
+        rolled = None
+        if stacks:
+            mode, rolled = roll_widened(program, mode, self.layout, self.min_layers, stacks)
         if self.change is not None:
             mode = _changed(mode, self.change)
             rolled = rolled and rolled.map_ops(self.change)
