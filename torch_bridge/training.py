@@ -144,13 +144,7 @@ def fit(
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)
-    if loss != "module" and isinstance(first, Mapping):
-        raise ConversionError(
-            f"fit: the loader gives mappings ({', '.join(map(str, first))}), and a torch loss takes"
-            " tuples: loss(module(*batch[:-1]), batch[-1]). Give (*inputs, target); or let the"
-            ' module\'s forward take these names and return its loss, and say loss="module"'
-        )
-    traced = module if loss == "module" else with_loss(module, loss)
+    traced = _with_its_loss(module, loss, first)
     options = {} if padding_side is None else {"padding_side": padding_side}
     converted = _converted(traced, first, roll=roll, **options)
     model = converted.model("module", buffer_reduce=buffer_reduce)
@@ -203,6 +197,17 @@ def _end(began: Any, ended: Any, times: int) -> None:
             f"fit: {', '.join(changed[:4])} changed while it ran, but the compiled step has what"
             " there was when it began. Give what changes in each batch, or keep it in a buffer"
         )
+
+
+def _with_its_loss(module: torch.nn.Module, loss: Any, first: Any) -> torch.nn.Module:
+    """A module that returns its loss; which of a mapping is a torch loss's target, nobody knows."""
+    if loss != "module" and isinstance(first, Mapping):
+        raise ConversionError(
+            f"fit: the loader gives mappings ({', '.join(map(str, first))}), and a torch loss takes"
+            " tuples: loss(module(*batch[:-1]), batch[-1]). Give (*inputs, target); or let the"
+            ' module\'s forward take these names and return its loss, and say loss="module"'
+        )
+    return module if loss == "module" else with_loss(module, loss)
 
 
 def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export.graph_signature import InputKind
 
 from fzero.errors import ConversionError
@@ -168,6 +169,8 @@ def _read_constants(
 
 def _memory(tensor: torch.Tensor) -> int | None:
     """Where a tensor's memory begins; None if it has none."""
+    if isinstance(tensor, FakeTensor | FunctionalTensor):
+        return None  # what a forward registered itself
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr()
