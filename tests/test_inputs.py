@@ -237,7 +237,7 @@ def near(p, x, ctx):
     return x @ p["w"] + jnp.sum(jnp.square(p["w"] - ctx.batch["old"]["w"]))
 
 
-MODEL = fz.Model(
+NEAR = fz.Model(
     ({"w": np.eye(tiny.D, dtype="f")}, {"w": np.ones((tiny.D, tiny.D), "f")}),
     lambda p, b, batch, rng, train: (
         jnp.mean(near(p, batch["x"], SimpleNamespace(batch=batch))),
@@ -245,7 +245,7 @@ MODEL = fz.Model(
         {},
     ),
 )
-CHAIN = fz.Sequential(
+NEAR_IN_STAGES = fz.Sequential(
     [
         fz.Layer("a", square, lambda p, x, ctx: near(p, x["x"], ctx)),
         fz.Layer("b", square, lambda p, x, ctx: x @ p["w"]),
@@ -260,7 +260,7 @@ def test_what_a_step_gives_away_may_be_shared_with_its_rows(what, data):
     """As a teacher, or what to stay near to: with donation as without."""
     options, part = OF_THE_STATE[what]
     plan, tx = fz.Plan(data=data, min_shard_bytes=0, **options), optax.sgd(0.1, momentum=0.9)
-    model, found = CHAIN if plan.pipe > 1 else MODEL, []
+    model, found = NEAR_IN_STAGES if plan.pipe > 1 else NEAR, []
     for donate in (False, True):
         state = fz.init(model, tx, plan)
         step = fz.train_step(model, tx, plan, donate=donate)

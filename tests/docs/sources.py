@@ -308,6 +308,7 @@ SAID += [
     ("docs/gpu.md", "it is {:.2f} and {:.2f}.", *foretold[1]),
 ]  # fmt: skip
 GIVEN: dict[str, tuple[str, ...]] = {
+    "docs/limits.md": ("up to 64 MiB each",),
     "README.md": ("Python >= 3.11",),
     "docs/gpu.md": (
         "(jax 0.11.2, torch 2.11.0, 2026-11-27;",

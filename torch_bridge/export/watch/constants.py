@@ -21,6 +21,10 @@ from torch_bridge.export.origins import module_path, source_line
 from torch_bridge.export.watch.counts import Memory
 
 
+# A copy that `keep_values` made says where its original lies: weights are known by that.
+_COPY_OF = "_torch_bridge_copy_of"
+
+
 def refuse_nameless(
     program: torch.export.ExportedProgram, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
@@ -86,7 +90,9 @@ def keep_values(
         # PyTorch lets nobody resize what others look at.
         memory = _memory(value)
         if memory and memory not in own and not value.untyped_storage().resizable():
-            program.constants[name] = value.detach().clone().requires_grad_(value.requires_grad)
+            copied = value.detach().clone().requires_grad_(value.requires_grad)
+            setattr(copied, _COPY_OF, memory)
+            program.constants[name] = copied
 
 
 def refuse_shared(
@@ -168,9 +174,9 @@ def _read_constants(
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's memory begins; None if it has none."""
+    """Where a tensor's memory begins (of a copy, its original's); None if it has none."""
     if isinstance(tensor, FakeTensor | FunctionalTensor):
         return None  # what a forward registered itself
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
-    return tensor.untyped_storage().data_ptr()
+    return getattr(tensor, _COPY_OF, None) or tensor.untyped_storage().data_ptr()
