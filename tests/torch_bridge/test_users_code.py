@@ -345,6 +345,7 @@ class Box:
         self.last: Any = torch.ones(1)
         self.listed: list[Any] = [torch.ones(2)]
         self.named: dict[str, Any] = {"kept": torch.ones(3)}
+        self.kinds, self.seen = frozenset({int, str}), {1, 2}
         self.inner: Any = None
 
 

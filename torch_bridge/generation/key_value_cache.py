@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,11 @@ def _peft_configs(module: Any) -> Sequence[Any]:
     return list(found.values()) if isinstance(found, dict) else ()
 
 
+def cache_argument(parameters: Collection[str]) -> str | None:
+    """The argument of a forward that takes its cache; transformers 5.24 gave it another name."""
+    return next((name for name in ("past_key_values", "cache") if name in parameters), None)
+
+
 def refuse_others(module: torch.nn.Module) -> None:
     """Refuse what has no key-value cache that is handed in.
 
@@ -99,7 +104,7 @@ def refuse_others(module: torch.nn.Module) -> None:
         reason = "it has an encoder, whose keys and values would have to be cached as well"
     elif any(getattr(one, "is_prompt_learning", False) for one in _peft_configs(own)):
         reason = "PEFT learns tokens before its prompts"
-    elif "past_key_values" not in parameters or "input_ids" not in parameters:
+    elif cache_argument(parameters) is None or "input_ids" not in parameters:
         reason = "its forward takes no `past_key_values`"
     elif not own.can_generate():
         reason = "it gives no logits of a next token (transformers' can_generate() is False)"
@@ -301,7 +306,9 @@ def _run(module: torch.nn.Module, ids: Any, mask: Any, positions: Any, cache: An
     """The logits of each row's last token, `(B, V)`."""
     module = decoder_in(module)
     parameters = inspect.signature(type(module).forward).parameters
-    given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    given: dict[str, Any] = {"use_cache": True}
+    if (name := cache_argument(parameters)) is not None:
+        given[name] = cache
     if positions is not None and "position_ids" in parameters:
         given["position_ids"] = positions
     if "logits_to_keep" in parameters:

@@ -146,7 +146,8 @@ class _Walk:
     def _container(self, name: str, value: Any, depth: int) -> None:
         if not isinstance(value, tuple):
             self._found[f"the length of {name}"] = len(value)
-            self._holds(value)
+            if not isinstance(value, frozenset):
+                self._holds(value)
         inside = value.items() if isinstance(value, dict) else enumerate(value)
         if isinstance(value, set | frozenset):
             return
