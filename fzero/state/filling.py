@@ -18,7 +18,7 @@ import numpy as np
 from fzero.errors import StateError
 from fzero.sharding.split import OwnShapes
 from fzero.state.row_order import is_of_a_state, meant
-from fzero.storage.tiers import DEVICE, tier_of
+from fzero.storage.tiers import DEVICE, on_device, tier_of
 from fzero.tree import PyTree, is_plain, is_traced, named_leaves, same_structure
 
 
@@ -80,9 +80,10 @@ def refilled(old: PyTree, new: PyTree, rows: Any) -> PyTree:
 
 
 def _is_edited(leaf: Any, had: Any, num: int) -> bool:
-    """Whether an array takes the place of one that keeps so many rows.
+    """Whether an array takes the place of one that keeps so many rows, where that lies.
 
-    One that a state had as it is, is none: whether its layers lie alike, is known of it.
+    One that a state had as it is, is none: whether its layers lie alike, is known of it. One that
+    lies elsewhere no step takes.
     """
     return (
         isinstance(leaf, jax.Array)
@@ -93,6 +94,7 @@ def _is_edited(leaf: Any, had: Any, num: int) -> bool:
         and leaf.shape[:1] == (num,)
         and not is_traced([leaf, had])
         and not (leaf.is_deleted() or had.is_deleted())
+        and on_device(leaf.sharding).is_equivalent_to(on_device(had.sharding), leaf.ndim)
     )
 
 
@@ -103,7 +105,10 @@ def _with_rows(leaf: jax.Array, had: jax.Array, layers: tuple[bool, ...]) -> jax
         own = np.asarray(layers).reshape(-1, *(1,) * (leaf.ndim - 1))
         return jnp.where(own, leaf, had.astype(leaf.dtype))
 
-    put: jax.Array = jax.jit(chosen, out_shardings=leaf.sharding)(leaf, had)
+    # Either may be parked on the host, where nothing is computed.
+    here = on_device(leaf.sharding)
+    found = jax.jit(chosen, out_shardings=here)(*jax.device_put((leaf, had), here))
+    put: jax.Array = jax.device_put(found, leaf.sharding)
     return put
 
 
