@@ -336,6 +336,13 @@ def test_a_buffer_that_the_forward_registers_is_refused() -> None:
     assert not list(module.buffers())
 
 
+class Own(deque[int]):
+    """A container that cannot copy itself."""
+
+    def copy(self) -> Any:
+        raise TypeError("not this one")
+
+
 class Box:
     """An object of a user's, shared by modules."""
 
@@ -345,7 +352,7 @@ class Box:
         self.last: Any = torch.ones(1)
         self.listed: list[Any] = [torch.ones(2)]
         self.named: dict[str, Any] = {"kept": torch.ones(3)}
-        self.kinds, self.seen = frozenset({int, str}), {1, 2}
+        self.kinds, self.seen = frozenset({int, str}), Own([1, 2])
         self.inner: Any = None
 
 

@@ -110,3 +110,16 @@ def test_what_a_number_of_a_tensor_cannot_say_names_what_to_write() -> None:
             tb.convert(Fn(run), x, i, train=False)
     with pytest.raises(ConversionError, match=r"i\.reshape\(1\)(.|\n)*test_writes\.py"):
         tb.convert(Fn(put), x, i, train=False)
+
+
+def test_a_byte_is_no_place() -> None:
+    """PyTorch takes it for a mask, and torch.export for a place."""
+
+    def put(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[i] = 0.0
+        return y
+
+    for run in (lambda x, i: x[i], put):
+        with pytest.raises(ConversionError, match=r"must not depend on tensor values"):
+            tb.convert(Fn(run), draw(4, 5), torch.tensor(1, dtype=torch.uint8), train=False)

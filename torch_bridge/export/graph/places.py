@@ -48,6 +48,8 @@ def _by_tensor(node: torch.fx.Node) -> bool:
     x, place = node.args[0], number.args[0]
     assert isinstance(x, torch.fx.Node)
     assert isinstance(dim, int)
+    if place.meta["val"].dtype is torch.uint8:
+        return False  # a byte is a mask in PyTorch, and torch.export takes it for a place
     indices = [None] * (dim % x.meta["val"].ndim) + [place]
     if dim_at == 1:
         node.target, node.args = torch.ops.aten.index.Tensor, (x, indices)

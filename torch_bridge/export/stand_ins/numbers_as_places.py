@@ -13,7 +13,8 @@ import torch
 from fzero.errors import ConversionError
 
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# A byte is a mask in PyTorch.
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MIXED = (
     "the forward writes where a tensor of one number and other tensors, masks or lists say"
     " together. Give the number a dim, i.reshape(1), or say all places by tensors of one shape."

@@ -138,8 +138,8 @@ class _Walk:
         elif (state := _state(value)) is not None:
             self._found[name] = state
         elif not is_foreign(type(value)):
-            if hasattr(value, "__dict__"):
-                self._holds(vars(value))
+            if isinstance(own := getattr(value, "__dict__", None), dict):
+                self._holds(own)
             for key, inner in _attributes(value):
                 self.value(f"{name}.{key}", inner, depth + 1)
 

@@ -74,7 +74,8 @@ def _contents(holder: Any) -> Any:
         return dict(vars(holder))
     if isinstance(holder, types.CellType):
         return _named(holder)
-    return holder.copy()
+    # Of the plain kind: a class of a user's may copy itself otherwise, or not at all.
+    return dict(holder) if isinstance(holder, dict) else list(holder)
 
 
 def _named(holder: Any) -> dict[str, Any]:
