@@ -47,6 +47,7 @@ def _by_tensor(node: torch.fx.Node) -> bool:
         return False
     x, place = node.args[0], number.args[0]
     assert isinstance(x, torch.fx.Node)
+    assert isinstance(place, torch.fx.Node)
     assert isinstance(dim, int)
     if place.meta["val"].dtype is torch.uint8:
         return False  # a byte is a mask in PyTorch, and torch.export takes it for a place
