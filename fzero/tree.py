@@ -184,7 +184,7 @@ def added(sums: PyTree, more: PyTree) -> PyTree:
 
 
 def aliased_leaves(tree: PyTree) -> list[list[str]]:
-    """Groups of paths whose leaves are one object or share one buffer; empty when none do.
+    """Lists of paths whose leaves are one object or share one buffer; empty when none do.
 
     Donating such a tree would give one buffer away twice. Zero-size leaves own no memory and
     never alias.
@@ -195,12 +195,12 @@ def aliased_leaves(tree: PyTree) -> list[list[str]]:
         >>> aliased_leaves({"a": w, "b": w, "c": jnp.ones(3)})
         [['a', 'b']]
     """
-    groups: dict[Any, list[str]] = {}
+    owners: dict[Any, list[str]] = {}
     for path, leaf in named_leaves(tree):
         if not hasattr(leaf, "shape") or 0 in leaf.shape:
             continue
-        groups.setdefault(next(iter(memory(leaf)), id(leaf)), []).append(path)
-    return [paths for paths in groups.values() if len(paths) > 1]
+        owners.setdefault(next(iter(memory(leaf)), id(leaf)), []).append(path)
+    return [paths for paths in owners.values() if len(paths) > 1]
 
 
 def memory(leaf: Any) -> list[tuple[int, int]]:

@@ -157,7 +157,7 @@ def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
-def regrouped(tree: PyTree) -> PyTree:
+def layers_at_leaves(tree: PyTree) -> PyTree:
     """A tree with `Layers` at its leaves alone, and only of values of one shape.
 
     Where an optimizer keeps a tree per leaf, a node of L trees becomes a tree of nodes of L leaves.
@@ -184,10 +184,10 @@ class Numbered:
 
 
 def numbered(tree: PyTree) -> PyTree:
-    """A tree's leaves as their numbers, `regrouped`."""
+    """A tree's leaves as their numbers, `layers_at_leaves`."""
     leaves, structure = jax.tree.flatten(tree)
     numbers = [Numbered(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
-    return regrouped(jax.tree.unflatten(structure, numbers))
+    return layers_at_leaves(jax.tree.unflatten(structure, numbers))
 
 
 def _alike(stack: str, leaves: tuple[Any, ...]) -> Any:

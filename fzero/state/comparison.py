@@ -111,11 +111,11 @@ def _marked(state: TrainState, point: str) -> list[tuple[str, Any, dict[int, Mar
         for path, leaf in named_leaves(fields_of(state))
         if isinstance(leaf, jax.Array) and tier_of(leaf) == DEVICE and leaf.size
     ]
-    groups: dict[Mesh, list[int]] = {}
+    by_mesh: dict[Mesh, list[int]] = {}
     for number, (_, leaf) in enumerate(leaves):
-        groups.setdefault(mesh_of(leaf), []).append(number)
+        by_mesh.setdefault(mesh_of(leaf), []).append(number)
     own: dict[str, list[Mark]] = {}
-    for mesh, numbers in groups.items():
+    for mesh, numbers in by_mesh.items():
         arrays = [leaves[number][1] for number in numbers]
         specs = tuple(getattr(leaf.sharding, "spec") for leaf in arrays)  # noqa: B009 (mypy)
         for shard in _program(mesh, specs)(arrays).addressable_shards:

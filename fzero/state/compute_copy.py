@@ -106,16 +106,16 @@ def recast(params: PyTree, like: PyTree) -> PyTree:
     sources, treedef = jax.tree.flatten(beside(params, like))
     targets = [shape_at(to, to.sharding) for to in jax.tree.leaves(like)]
     # One program for each mesh; a parked leaf visits the device alone.
-    groups: dict[Any, list[int]] = {}
+    together: dict[Any, list[int]] = {}
     for i, (source, to) in enumerate(zip(sources, targets, strict=True)):
         parked = tier_of(source) != DEVICE
         where = i if parked else frozenset(to.sharding.device_set)
-        groups.setdefault(where, []).append(i)
+        together.setdefault(where, []).append(i)
     copies: list[Any] = [None] * len(sources)
-    for group in groups.values():
-        visiting = [unpark(sources[i]) for i in group]
-        made = _caster(tuple(targets[i] for i in group))(visiting)
-        for i, visitor, copy in zip(group, visiting, made, strict=True):
+    for numbers in together.values():
+        visiting = [unpark(sources[i]) for i in numbers]
+        made = _caster(tuple(targets[i] for i in numbers))(visiting)
+        for i, visitor, copy in zip(numbers, visiting, made, strict=True):
             copies[i] = copy
             if visitor is not sources[i]:
                 visitor.delete()

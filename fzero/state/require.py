@@ -212,11 +212,11 @@ def require_unaliased(state: TrainState, operation: str, of: Collection[Any] | N
     given = state.replace(step=None, rng=None)
     if of is not None:
         given = jax.tree.map(lambda x: x if (x.shape, x.dtype) in of else None, given)
-    groups = aliased_leaves(given)
-    if groups:
+    aliased = aliased_leaves(given)
+    if aliased:
         raise StateError(
             f"{operation}: these leaves are one array: "
-            + "; ".join(" = ".join(paths) for paths in groups)
+            + "; ".join(" = ".join(paths) for paths in aliased)
             + ". Donating the state would give one buffer away twice: copy one of them"
             " (jnp.array(leaf, copy=True)), or build the step with donate=False"
         )

@@ -88,25 +88,25 @@ def _module_of(folder: Path) -> Any:
 
 
 def _converted(
-    name: str, groups: Sequence[list[LazyTensor]], operations: Sequence[Any]
+    name: str, found: Sequence[list[LazyTensor]], operations: Sequence[Any]
 ) -> LazyTensor:
-    """What a table's operations make of groups of tensors, one for each of its patterns."""
+    """What a table's operations make of lists of tensors, one for each of its patterns."""
     for operation in operations:
         kind = type(operation).__name__
         if kind == "MergeModulelist":
-            groups = [[stacked(group[0].name, group, operation.dim)] for group in groups]
+            found = [[stacked(one[0].name, one, operation.dim)] for one in found]
         elif kind == "Concatenate":
-            groups = [[one for group in groups for one in group]]
-            groups = [[concatenated(groups[0][0].name, groups[0], operation.dim)]]
+            found = [[one for several in found for one in several]]
+            found = [[concatenated(found[0][0].name, found[0], operation.dim)]]
         else:
             raise CheckpointError(
-                f"{groups[0][0].file}: transformers makes `{name}` of `{groups[0][0].name}` and"
+                f"{found[0][0].file}: transformers makes `{name}` of `{found[0][0].name}` and"
                 f" others by {kind}, which is not known here: load the module with from_pretrained,"
                 " and convert it with its values"
             )
-    if [len(group) for group in groups] != [1]:
-        raise CheckpointError(f"{groups[0][0].file}: several tensors are `{name}`")
-    return groups[0][0].named(name)
+    if [len(one) for one in found] != [1]:
+        raise CheckpointError(f"{found[0][0].file}: several tensors are `{name}`")
+    return found[0][0].named(name)
 
 
 def stacked(name: str, tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:

@@ -235,18 +235,18 @@ def shards(
     Returns:
         Tensor names by file name; one file has no number.
     """
-    groups: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.num_bytes > max_shard_size:
-            groups.append([])
+        if files[-1] and size + tensor.num_bytes > max_shard_size:
+            files.append([])
             size = 0
-        groups[-1].append(name)
+        files[-1].append(name)
         size += tensor.num_bytes
-    if len(groups) == 1:
-        return {f"{stem}{suffix}": groups[0]}
-    total = len(groups)
-    return {f"{stem}-{i:05}-of-{total:05}{suffix}": g for i, g in enumerate(groups, 1)}
+    if len(files) == 1:
+        return {f"{stem}{suffix}": files[0]}
+    total = len(files)
+    return {f"{stem}-{i:05}-of-{total:05}{suffix}": f for i, f in enumerate(files, 1)}
 
 
 def write_directory(
