@@ -60,6 +60,7 @@ LAYERS = {
         ["reference", "statedict", "moments", "parity"],
         ["formats", "optim", "training", "mean_loss", "wrap", "configs"],
         ["adapters", "generation", "lightning"],
+        ["run"],
         ["cli"],
     ],
 }

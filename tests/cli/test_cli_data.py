@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import DataSettings
-from torch_bridge.cli.run import data
-from torch_bridge.cli.run.corpus import entropy
-from torch_bridge.cli.run.tuning_task import RowCorpus
 from torch_bridge.documents import rows
 from torch_bridge.documents.rows import Rows
 from torch_bridge.documents.tokens import IGNORED, Document
+from torch_bridge.run import data
+from torch_bridge.run.corpus import entropy
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import DataSettings
+from torch_bridge.run.tuning_task import RowCorpus
 
 
 def corpus_of(paths: list[Path], seq: int = 16, limit: int = 1000) -> data.Corpus:

@@ -17,12 +17,11 @@ from rich.console import Console
 
 import fzero as fz
 from fzero import cli
-from torch_bridge.cli import devices, models
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.figures import progress
-from torch_bridge.cli.figures.gauge import Gauge
-from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
-from torch_bridge.cli.run import check, hosts, interrupt, outputs, resume
+from torch_bridge.run import check, devices, hosts, interrupt, models, outputs, resume
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.figures import progress
+from torch_bridge.run.figures.gauge import Gauge
+from torch_bridge.run.settings import DataSettings, TrainSettings
 
 
 def refusal(here: Command, *args: object) -> str:

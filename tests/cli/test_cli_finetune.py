@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import fzero as fz
 import torch_bridge as tb
 from tests.support.tokens import TEMPLATE, VOCABULARY, byte_tokenizer
-from torch_bridge.cli.run.compose import _gauge
+from torch_bridge.run.compose import _gauge
 
 
 def llama(folder: Path, layers: int) -> Path:

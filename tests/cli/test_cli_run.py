@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fzero as fz
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import DataSettings
-from torch_bridge.cli.run import data, resume, verify
+from torch_bridge.run import data, resume, verify
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import DataSettings
 
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import fzero as fz
 from fzero.preflight import topology
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.preflight import _devices, app
+from torch_bridge.run.errors import CommandError
 
 
 FACTORY = """

@@ -13,11 +13,11 @@ import transformers
 
 import fzero as fz
 import torch_bridge as tb
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.tuning_settings import RowSettings
-from torch_bridge.cli.models import LoadedModel, _logits_width
-from torch_bridge.cli.run.packing_check import check_packs
-from torch_bridge.cli.run.tuning_task import Tuning
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.models import LoadedModel, _logits_width
+from torch_bridge.run.packing_check import check_packs
+from torch_bridge.run.tuning_settings import RowSettings
+from torch_bridge.run.tuning_task import Tuning
 
 
 V, SEQ = 67, 16

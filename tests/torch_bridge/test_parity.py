@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import torch_bridge as tb
 from fzero.errors import ConversionError
 from torch_bridge.cli.bridge import app, parse_input
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.lower.registry import _TABLE, find_lowering, registered_operators
 from torch_bridge.parity import _gradient_errors, _relative
+from torch_bridge.run.errors import CommandError
 
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2

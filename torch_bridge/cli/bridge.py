@@ -14,10 +14,10 @@ import typer
 import torch_bridge as tb
 from fzero.cli import command_app
 from fzero.cli.flags import json_flag
-from torch_bridge.cli import devices, models
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.options import batch_flag, model_flag, seed_flag, seq_flag
-from torch_bridge.cli.flags.settings import HF_PREFIX, path_of
+from torch_bridge.run import devices, models
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import HF_PREFIX, path_of
 
 
 # As `x=float32[2,3]` or `ids=int64[2,16]<100`.

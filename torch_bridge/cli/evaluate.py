@@ -20,7 +20,9 @@ from torch_bridge.cli.flags.options import (
     seq_flag,
     zero_flag,
 )
-from torch_bridge.cli.flags.settings import (
+from torch_bridge.run import compose
+from torch_bridge.run.outputs import WEIGHTS, RunRecord
+from torch_bridge.run.settings import (
     BATCH,
     HF_PREFIX,
     SEQ,
@@ -30,8 +32,6 @@ from torch_bridge.cli.flags.settings import (
     EvalSettings,
     resolve_sources,
 )
-from torch_bridge.cli.run import compose
-from torch_bridge.cli.run.outputs import WEIGHTS, RunRecord
 
 
 Settings = TypeVar("Settings", DataSettings, EvalSettings)

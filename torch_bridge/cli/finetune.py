@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.headings import (
     CommandWithHeadings,
     of_adapters,
@@ -38,10 +37,11 @@ from torch_bridge.cli.flags.options import (
     seq_flag,
 )
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
-from torch_bridge.cli.flags.settings import BATCH, ZERO, TrainSettings, path_of
-from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
-from torch_bridge.cli.run import compose
-from torch_bridge.cli.run.tuning_task import Tuning
+from torch_bridge.run import compose
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import BATCH, ZERO, TrainSettings, path_of
+from torch_bridge.run.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.run.tuning_task import Tuning
 
 
 SEQ = 1024

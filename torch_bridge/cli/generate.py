@@ -11,9 +11,6 @@ import typer
 import fzero as fz
 import torch_bridge as tb
 from fzero.cli import command_app
-from torch_bridge.cli import models
-from torch_bridge.cli.devices import configure
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.options import (
     DevicesOption,
     Precision,
@@ -22,9 +19,12 @@ from torch_bridge.cli.flags.options import (
     precision_flag,
     seed_flag,
 )
-from torch_bridge.cli.flags.settings import HF_PREFIX
 from torch_bridge.documents.chat import asked, end_tokens
 from torch_bridge.generation.prompts import stop_array
+from torch_bridge.run import models
+from torch_bridge.run.devices import configure
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import HF_PREFIX
 
 
 # Lengths are free in the conversion's graph; only one of the cache is run.

@@ -10,9 +10,9 @@ import typer
 
 import torch_bridge as tb
 from fzero.cli import command_app
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.options import devices_flag
 from torch_bridge.configs.keys import read
+from torch_bridge.run.errors import CommandError
 
 
 app = command_app()

@@ -9,13 +9,12 @@ import typer
 
 import torch_bridge as tb
 from fzero.cli import command_app
-from torch_bridge.cli import devices, models
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.options import DirectoryOption, OverwriteOption, model_flag
-from torch_bridge.cli.flags.settings import HF_PREFIX
-from torch_bridge.cli.run import outputs
 from torch_bridge.formats.peft import is_adapter
 from torch_bridge.module.weights import to_host
+from torch_bridge.run import devices, models, outputs
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import HF_PREFIX
 
 
 # Lengths are free in the conversion's graph, which is not run.

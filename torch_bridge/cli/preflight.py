@@ -22,8 +22,6 @@ from fzero.preflight.page import page
 from fzero.preflight.sweep import Tried, parse_choices, sweep
 from fzero.preflight.tables import size
 from fzero.preflight.topology import Topology, parse
-from torch_bridge.cli import models
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.flags.headings import (
     MORE_PLANS,
     RESULTS,
@@ -46,7 +44,9 @@ from torch_bridge.cli.flags.options import (
     model_flag,
 )
 from torch_bridge.cli.flags.preflight_settings import PreflightSettings
-from torch_bridge.cli.flags.settings import BATCH
+from torch_bridge.run import models
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import BATCH
 
 
 ModelOption = Annotated[

@@ -36,7 +36,8 @@ from torch_bridge.cli.flags.options import (
     eval_sequences_flag,
 )
 from torch_bridge.cli.flags.run_flags import sections_of, settings_of
-from torch_bridge.cli.flags.settings import (
+from torch_bridge.run import compose
+from torch_bridge.run.settings import (
     BATCH,
     EVAL_SEQUENCES,
     SEQ,
@@ -44,8 +45,7 @@ from torch_bridge.cli.flags.settings import (
     DataSettings,
     resolve_sources,
 )
-from torch_bridge.cli.run import compose
-from torch_bridge.cli.run.tasks import Pretraining
+from torch_bridge.run.tasks import Pretraining
 
 
 VerifyOption = Annotated[

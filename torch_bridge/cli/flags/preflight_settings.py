@@ -10,7 +10,7 @@ import fzero as fz
 from fzero.preflight.rates import default_rates
 from fzero.preflight.sweep import parse_choices
 from fzero.preflight.topology import parse, require_plugin
-from torch_bridge.cli.errors import CommandError
+from torch_bridge.run.errors import CommandError
 
 
 # Flags that are fields of the plan as they are.

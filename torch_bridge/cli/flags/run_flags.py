@@ -9,10 +9,10 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from fzero.errors import is_number
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
-from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
-from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
+from torch_bridge.run.settings import DataSettings, TrainSettings
+from torch_bridge.run.tuning_settings import LoraSettings, RowSettings
 
 
 # Fields that flags have other names than.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fzero as fz
-from torch_bridge.cli.errors import CommandError
+from torch_bridge.run.errors import CommandError
 
 
 SECTIONS = ("run", "data", "plan", "lora", "optimizer", "schedule")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import fzero as fz
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.figures.writers import check_writers
-from torch_bridge.cli.flags.plan_file import RUN
-from torch_bridge.cli.flags.tuning_settings import LoraSettings, RowSettings, check_seq
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.figures.writers import check_writers
+from torch_bridge.run.plan_file import RUN
+from torch_bridge.run.tuning_settings import LoraSettings, RowSettings, check_seq
 
 
 STDLIB = "stdlib"

@@ -20,9 +20,9 @@ from fzero.runs.files import RUN as RUN
 from fzero.runs.files import SUMMARY as SUMMARY
 from fzero.runs.files import TIMELINE as TIMELINE
 from fzero.runs.files import TIMINGS as TIMINGS
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import DataSettings
 from torch_bridge.formats.staging import sync
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import DataSettings
 
 
 WEIGHTS = "model.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import fzero as fz
-from torch_bridge.cli.figures import gauge
+from torch_bridge.run.figures import gauge
 
 
 class Timings:

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import fzero as fz
 import torch_bridge as tb
-from torch_bridge.cli import models
-from torch_bridge.cli.flags.settings import DataSettings, TrainSettings
-from torch_bridge.cli.models import LoadedModel
-from torch_bridge.cli.run import data, outputs
-from torch_bridge.cli.run.corpus import Source
+from torch_bridge.run import data, models, outputs
+from torch_bridge.run.corpus import Source
+from torch_bridge.run.models import LoadedModel
+from torch_bridge.run.settings import DataSettings, TrainSettings
 
 
 class Task(Protocol):

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import fzero as fz
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import TrainSettings
-from torch_bridge.cli.run import outputs
-from torch_bridge.cli.run.corpus import Batch, Source
+from torch_bridge.run import outputs
+from torch_bridge.run.corpus import Batch, Source
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import TrainSettings
 
 
 def join(settings: TrainSettings) -> fz.World:

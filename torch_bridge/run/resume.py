@@ -8,10 +8,10 @@ from typing import Any
 
 import fzero as fz
 from fzero.hosts.agree import exchange
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import TrainSettings, absolute
-from torch_bridge.cli.run import outputs
-from torch_bridge.cli.run.loop import History
+from torch_bridge.run import outputs
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.loop import History
+from torch_bridge.run.settings import TrainSettings, absolute
 
 
 FOLDER = "checkpoints"

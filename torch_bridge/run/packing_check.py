@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 import torch_bridge as tb
-from torch_bridge.cli import models
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.models import LoadedModel
 from torch_bridge.export.watch.forward import untouched
+from torch_bridge.run import models
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.models import LoadedModel
 
 
 _LENGTH = 8  # tokens of each of the two documents that are tried

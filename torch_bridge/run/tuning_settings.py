@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch_bridge.cli.errors import CommandError
 from torch_bridge.documents.rows import TOO_LONG
+from torch_bridge.run.errors import CommandError
 
 
 # Every twentieth document validates where no file is given for it.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_bridge.cli.errors import CommandError
+from torch_bridge.run.errors import CommandError
 
 
 KINDS = ("tensorboard", "wandb")

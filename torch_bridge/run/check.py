@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.run.data import Corpus
+from torch_bridge.run.data import Corpus
+from torch_bridge.run.errors import CommandError
 
 
 # fp32 on both sides: four digits of a logit of size ten, and a mean of thousands of them.

@@ -12,22 +12,21 @@ import numpy as np
 import torch
 
 import torch_bridge as tb
-from torch_bridge.cli import models
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import TrainSettings
-from torch_bridge.cli.flags.tuning_settings import (
+from torch_bridge.documents.rows import Rows, batch_rows
+from torch_bridge.documents.spool import Spool
+from torch_bridge.documents.tokens import IGNORED, documents_of
+from torch_bridge.run import models, outputs, packing_check
+from torch_bridge.run.corpus import Batch, entropy, own_rows
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.models import LoadedModel
+from torch_bridge.run.settings import TrainSettings
+from torch_bridge.run.tasks import Trained
+from torch_bridge.run.tuning_settings import (
     QUANTISED,
     VALIDATION_EVERY,
     LoraSettings,
     RowSettings,
 )
-from torch_bridge.cli.models import LoadedModel
-from torch_bridge.cli.run import outputs, packing_check
-from torch_bridge.cli.run.corpus import Batch, entropy, own_rows
-from torch_bridge.cli.run.tasks import Trained
-from torch_bridge.documents.rows import Rows, batch_rows
-from torch_bridge.documents.spool import Spool
-from torch_bridge.documents.tokens import IGNORED, documents_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 
 import fzero as fz
 import torch_bridge as tb
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import HF_PREFIX, path_of
 from torch_bridge.export.watch.forward import untouched
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import HF_PREFIX, path_of
 
 
 WEIGHT_FILES = (

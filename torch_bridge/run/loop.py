@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fzero import CheckpointError
-from torch_bridge.cli.figures.gauge import Gauge
-from torch_bridge.cli.figures.progress import Display
-from torch_bridge.cli.figures.timings import Timings, write_line
-from torch_bridge.cli.figures.writers import Writer
-from torch_bridge.cli.flags.settings import TrainSettings
-from torch_bridge.cli.run.hosts import Feed
-from torch_bridge.cli.run.interrupt import StopOnInterrupt
+from torch_bridge.run.figures.gauge import Gauge
+from torch_bridge.run.figures.progress import Display
+from torch_bridge.run.figures.timings import Timings, write_line
+from torch_bridge.run.figures.writers import Writer
+from torch_bridge.run.hosts import Feed
+from torch_bridge.run.interrupt import StopOnInterrupt
+from torch_bridge.run.settings import TrainSettings
 
 
 TrainStep = Callable[[Any, Any], tuple[Any, dict[str, Any]]]

@@ -6,7 +6,7 @@ import contextlib
 
 import jax
 
-from torch_bridge.cli.errors import CommandError
+from torch_bridge.run.errors import CommandError
 
 
 def configure(num_devices: int | None, precision: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_bridge.cli.run.loop import History
+from torch_bridge.run.loop import History
 
 
 # Wide enough to take the noise of single batches out of 200 steps, narrow enough to follow the

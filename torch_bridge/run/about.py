@@ -20,9 +20,8 @@ from fzero.pipeline import recorded
 from fzero.preflight import hlo
 from fzero.runs.files import ABOUT, TIMELINE
 from fzero.runs.trace import Copies
-from torch_bridge.cli import devices
-from torch_bridge.cli.figures.gauge import Gauge
-from torch_bridge.cli.run import outputs
+from torch_bridge.run import devices, outputs
+from torch_bridge.run.figures.gauge import Gauge
 
 
 # The step whose timeline is kept: by then everything is compiled, and caches are warm.

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fzero.errors import warn
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.flags.settings import STDLIB, DataSettings
-from torch_bridge.cli.run.corpus import Batch, entropy, own_rows
 from torch_bridge.documents.rows import batch_rows
 from torch_bridge.documents.tokens import IGNORED
+from torch_bridge.run.corpus import Batch, entropy, own_rows
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.settings import STDLIB, DataSettings
 
 
 IntArray = NDArray[np.int32]

@@ -16,21 +16,20 @@ import optax
 import fzero as fz
 import torch_bridge as tb
 from fzero.hosts.agree import require_same
-from torch_bridge.cli import devices, models
-from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.figures.gauge import Gauge, gauge_of
-from torch_bridge.cli.figures.progress import display
-from torch_bridge.cli.figures.timings import timings
-from torch_bridge.cli.figures.writers import open_writers
-from torch_bridge.cli.flags.plan_file import made_by_optax
-from torch_bridge.cli.flags.settings import HF_PREFIX, EvalSettings, TrainSettings, check_batch
-from torch_bridge.cli.models import LoadedModel
-from torch_bridge.cli.run import about, check, data, hosts, outputs, plot, resume
-from torch_bridge.cli.run.corpus import Source
-from torch_bridge.cli.run.interrupt import EXIT_INTERRUPTED, StopOnInterrupt
-from torch_bridge.cli.run.loop import History, Recorder, evaluate_state, fit
-from torch_bridge.cli.run.resume import Saver
-from torch_bridge.cli.run.tasks import Pretraining, Task, Trained
+from torch_bridge.run import about, check, data, devices, hosts, models, outputs, plot, resume
+from torch_bridge.run.corpus import Source
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.figures.gauge import Gauge, gauge_of
+from torch_bridge.run.figures.progress import display
+from torch_bridge.run.figures.timings import timings
+from torch_bridge.run.figures.writers import open_writers
+from torch_bridge.run.interrupt import EXIT_INTERRUPTED, StopOnInterrupt
+from torch_bridge.run.loop import History, Recorder, evaluate_state, fit
+from torch_bridge.run.models import LoadedModel
+from torch_bridge.run.plan_file import made_by_optax
+from torch_bridge.run.resume import Saver
+from torch_bridge.run.settings import HF_PREFIX, EvalSettings, TrainSettings, check_batch
+from torch_bridge.run.tasks import Pretraining, Task, Trained
 
 
 WARMUP_SHARE = 0.05
