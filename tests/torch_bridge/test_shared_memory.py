@@ -64,6 +64,51 @@ def test_a_tensor_that_shares_what_a_forward_counts_in_is_refused(
     assert not module.kept[0].any()
 
 
+class Writes(nn.Module):
+    """Adds to a tensor that it makes of an array."""
+
+    def __init__(self, read: Callable[[Any], torch.Tensor], memory: Any) -> None:
+        super().__init__()
+        self.read, self.memory = read, memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read(self).add_(1)[:6]
+
+
+@pytest.mark.parametrize(
+    ("read", "memory"),
+    [
+        (lambda m: torch.from_numpy(m.memory), floats()),
+        (lambda m: torch.as_tensor(m.memory[1:2]), floats()),
+        (lambda m: torch.frombuffer(m.memory, dtype=torch.uint8), bytearray(6)),
+    ],
+    ids=["numpy", "view", "bytearray"],
+)
+def test_a_write_through_a_tensor_into_an_array_is_refused(read: Any, memory: Any) -> None:
+    said = r"writes through a tensor into the array memory.*\n  at: .*, in forward"
+    with pytest.raises(ConversionError, match=said):
+        tb.convert(Writes(read, memory), X)
+    assert not any(memory)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: torch.tensor(m.memory),
+        lambda m: torch.as_tensor(m.memory, dtype=torch.float64).float(),
+        lambda m: torch.from_numpy(m.memory).clone(),
+        lambda m: torch.from_numpy(np.zeros(6, np.float32)),
+        lambda m: torch.from_numpy(m.memory + 1),
+    ],
+    ids=["tensor", "cast", "clone", "made here", "computed here"],
+)
+def test_a_write_into_memory_of_its_own_is_none_into_an_array(read: Any) -> None:
+    module = Writes(read, floats())
+    converted = tb.convert(module, X)
+    for _ in range(2):
+        np.testing.assert_array_equal(converted(X.numpy()), module(X))
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

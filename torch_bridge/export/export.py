@@ -34,6 +34,7 @@ from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
+from torch_bridge.export.stand_ins.arrays import noted_copies
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
 from torch_bridge.export.watch.attribute_caches import (
@@ -49,6 +50,7 @@ from torch_bridge.export.watch.constants import (
     refuse_nameless,
     refuse_shared,
     refuse_without_values,
+    refuse_written_copies,
 )
 from torch_bridge.export.watch.draws import Draws, set_draws
 from torch_bridge.export.watch.forward import (
@@ -257,7 +259,7 @@ def _export_pure(
     """
     before, (batch_dim, free) = PythonState(module), sizes
     try:
-        with watch_state(module) as states:
+        with watch_state(module) as states, noted_copies() as copies:
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
         if (line := line_that_reads_earlier(program)) is not None:
             refuse_python_state([], [], mode, line, kept=True)
@@ -266,6 +268,7 @@ def _export_pure(
         before.require_no_more_tensors(after)
         tensors = (*module.named_parameters(), *module.named_buffers())
         refuse_shared(before.written(after), tensors, mode)
+        refuse_written_copies(program, copies, before.arrays)
         changed, drew = before.changed(after), before.drew_numbers(after)
         counts = before.moved(after) or before.leaves(after)
         trace = _Trace(program, dynamic, bool(check or changed or drew or counts))

@@ -13,6 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError
+from torch_bridge.export.graph.memory import aliases, memory_of, writes
 from torch_bridge.export.origins import module_path, source_line
 
 
@@ -46,14 +47,14 @@ def refuse_detached_writes(program: ExportedProgram) -> None:
         if isinstance(graph_module, torch.fx.GraphModule):
             order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
             for node in order:
-                if _writes(node) and node.target._schema.arguments[0].is_write:
+                if writes(node) and node.target._schema.arguments[0].is_write:
                     _refuse_detached_write(node, inputs, order)
 
 
 def _refuse_detached_write(
     node: torch.fx.Node, inputs: set[Any], order: dict[torch.fx.Node, int]
 ) -> None:
-    passed = _memory(node)
+    passed = memory_of(node)
     if not any(map(_detaches, passed)) or not _has_gradient(passed[-1], inputs):
         return
     seen, pending = set(), [passed[-1]]  # the value and its views, as far as they have a gradient
@@ -70,7 +71,7 @@ def _refuse_detached_write(
                 f"the value before the write.\n  at: {source_line(node)}\n  Write into a copy "
                 "(.detach().clone()), or compute a new value."
             )
-        if current is passed[-1] or _aliases(current):
+        if current is passed[-1] or aliases(current):
             pending += current.users
 
 
@@ -157,7 +158,7 @@ def _returned_argument(node: torch.fx.Node) -> torch.fx.Node | None:
     if node.target is operator.getitem:
         node, number = node.args  # type: ignore[assignment]
     # (What holds graphs of its own, a branch or a loop, returns none of its arguments.)
-    if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or writes(node):
         return None
     if not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes):
         return None  # a new tensor, of a size that may be free (`torch.zeros(x.shape[0], 3)`)
@@ -181,9 +182,9 @@ def _detach_written(
     graph: torch.fx.Graph, node: torch.fx.Node, inputs: set[Any], made: set[Any]
 ) -> None:
     """Inside no_grad, what an in-place operator writes into a tensor carries no gradient."""
-    if not _writes(node):
+    if not writes(node):
         return
-    memory = _memory(node)
+    memory = memory_of(node)
     if memory and memory[-1] not in made and _has_gradient(memory[-1], inputs):
         raise ConversionError(
             f"{node.target} in {module_path(node)} writes under torch.no_grad() into a value that "
@@ -193,27 +194,6 @@ def _detach_written(
         )
     with graph.inserting_before(node):
         node.args = (node.args[0], *(_detached(graph, a) for a in node.args[1:]))
-
-
-def _writes(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _aliases(node: torch.fx.Node) -> bool:
-    """Whether what an operator returns may be in the memory of its first argument."""
-    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-    return bool(arguments and arguments[0].alias_info is not None and node.args)
-
-
-def _memory(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The value whose memory an in-place operator writes to, last, and the views that led to it."""
-    found: list[torch.fx.Node] = []
-    current: Any = node.args[0] if node.args else None
-    while isinstance(current, torch.fx.Node):
-        found.append(current)
-        current = current.args[0] if _aliases(current) else None
-    return found
 
 
 def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:

@@ -17,7 +17,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export.graph_signature import InputKind
 
 from fzero.errors import ConversionError
+from torch_bridge.export.graph.memory import memory_of, writes
 from torch_bridge.export.origins import module_path, source_line
+from torch_bridge.export.stand_ins.arrays import Copies
 from torch_bridge.export.watch.counts import Memory
 
 
@@ -120,6 +122,42 @@ def refuse_shared(
                     f" export sees nothing. Write to the tensor itself (self.{name}.copy_(...)),"
                     " which is returned after every call."
                 )
+
+
+def refuse_written_copies(
+    program: torch.export.ExportedProgram, copies: Copies, held: Mapping[str, Memory]
+) -> None:
+    """Refuse writes through a tensor into an array that a forward leads to.
+
+    Args:
+        program: as traced, where such a tensor is a constant with the memory of a copy.
+        copies: what each copy is one of, by where it begins.
+        held: the arrays that a later call may read, by name. What is written to others ends with
+            the call, as it does in the graph.
+
+    Raises:
+        ConversionError: says which array, and where.
+    """
+    kept = {name: _place(one) for name, one in held.items()} if copies else {}
+    specs = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes if kept else ():
+        written = memory_of(node)[-1:] if writes(node) else []
+        if written and str(written[0].target) == "aten.lift_fresh_copy.default":
+            written = [written[0].args[0]]  # type: ignore[list-item]
+        for base in written:
+            value = program.constants.get(specs.get(base.name, ""))
+            at = _memory(value) if isinstance(value, torch.Tensor) else None
+            if at not in copies:
+                continue
+            first, last = _place(copies[at][1])
+            for name, (begin, end) in kept.items():
+                if first < end and begin < last:
+                    raise ConversionError(
+                        f"{module_path(node)} writes through a tensor into the array {name}, and a"
+                        " later call would read it: of that export sees nothing. Keep it in a"
+                        " buffer (register_buffer) and write to that, which is returned after every"
+                        f" call.\n  at: {source_line(node)}"
+                    )
 
 
 def _place(one: Memory) -> tuple[int, int]:
