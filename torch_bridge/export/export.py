@@ -34,7 +34,6 @@ from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
-from torch_bridge.export.stand_ins.arrays import noted_copies
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
 from torch_bridge.export.watch.attribute_caches import (
@@ -52,6 +51,7 @@ from torch_bridge.export.watch.constants import (
     refuse_without_values,
     refuse_written_copies,
 )
+from torch_bridge.export.watch.copies import noted_copies
 from torch_bridge.export.watch.draws import Draws, set_draws
 from torch_bridge.export.watch.forward import (
     PythonState,

@@ -6,32 +6,15 @@ writes to the array after that, or its next call does, would be in them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_bridge.export.stand_ins.replacement import StandIn
-
-
-# By where each copy begins: the copy, which stays there meanwhile, and what it is a copy of.
-Copies: TypeAlias = dict[int, tuple[Any, Any]]
-_made: ContextVar[Copies | None] = ContextVar("_made", default=None)
-
-
-@contextlib.contextmanager
-def noted_copies() -> Iterator[Copies]:
-    """Meanwhile, the copies that stand in for arrays: what a graph writes to one is not theirs."""
-    copies: Copies = {}
-    before = _made.set(copies)
-    try:
-        yield copies
-    finally:
-        _made.reset(before)
+from torch_bridge.export.watch.copies import noted
 
 
 def in_own_memory(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -45,21 +28,14 @@ def in_own_memory(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _copied(value: Any) -> Any:
-    return _noted(value.copy(order="K"), value) if isinstance(value, np.ndarray) else value
-
-
-def _noted(copy: Any, original: Any) -> Any:
-    if (copies := _made.get()) is not None:
-        bytes_of = copy if isinstance(copy, np.ndarray) else np.frombuffer(copy, np.uint8)
-        copies[bytes_of.__array_interface__["data"][0]] = (copy, original)
-    return copy
+    return noted(value.copy(order="K"), value) if isinstance(value, np.ndarray) else value
 
 
 _from_buffer = torch.frombuffer
 
 
 def _of_bytes(buffer: Any, **kwargs: Any) -> torch.Tensor:
-    return _from_buffer(_noted(bytearray(buffer), buffer), **kwargs)
+    return _from_buffer(noted(bytearray(buffer), buffer), **kwargs)
 
 
 # No mode hears of these two.

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from fzero.errors import ConversionError
 from torch_bridge.export.graph.memory import memory_of, writes
 from torch_bridge.export.origins import module_path, source_line
-from torch_bridge.export.stand_ins.arrays import Copies
+from torch_bridge.export.watch.copies import Copies
 from torch_bridge.export.watch.counts import Memory
 
 
