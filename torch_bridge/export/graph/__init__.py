@@ -2,6 +2,7 @@
 
 - Rewritten: `in_place` writes, `no_grad` regions, `slices`, another `default_dtype`, `mixtures` of
   experts as one op each, `places` that a tensor says.
-- Read: what writes into which `memory`; which whole numbers fit JAX's (`ranges`, by `range_rules`), where `float64` is needed, and
-  which quotients are made whole numbers of (`steps`).
+- Read: what writes into which `memory`; which whole numbers fit JAX's (`ranges`, by
+  `range_rules`), where `float64` is needed, and which quotients are made whole numbers of
+  (`steps`).
 """

@@ -17,7 +17,7 @@ _made: ContextVar[Copies | None] = ContextVar("_made", default=None)
 
 @contextlib.contextmanager
 def noted_copies() -> Iterator[Copies]:
-    """The copies that are made meanwhile: what a graph writes to one, PyTorch writes to an array."""
+    """The copies made meanwhile: what a graph writes to one, PyTorch writes to an array."""
     copies: Copies = {}
     before = _made.set(copies)
     try:
