@@ -158,12 +158,14 @@ OPTIMIZERS = {
     "multi": lambda: optax.multi_transform(
         {"slow": optax.sgd(1e-3, momentum=0.9), "fast": optax.adam(1e-2)}, labels),
     "masked": lambda: fz.per_layer(optax.masked(optax.adamw(1e-2), wide)),
+    "sized": lambda: fz.per_layer(optax.chain(optax.trace(0.9), optax.stateless(
+        lambda updates, _: jax.tree.map(lambda x: -x / x.size, updates)))),
     "centred": lambda: fz.per_layer(optax.chain(optax.trace(0.9), centred, optax.scale(-0.1))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked", "flat", "finite")
+    "name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked", "flat", "finite", "sized")
 )
 def test_any_optimizer(name):
     """Within a few roundings: long chains of operations are compiled otherwise for pieces."""
