@@ -102,7 +102,7 @@ def wide(params):
 def centred(updates, _):
     """Needs matrices whole, vectors element by element: leaves of a stack visit in other slabs."""
     return jax.tree.map(
-        lambda x: x - jnp.mean(x, axis=-1, keepdims=True) if x.ndim > 1 else x, updates
+        lambda x: x - jnp.max(x, axis=-1, keepdims=True) if x.ndim > 1 else x, updates
     )
 
 
