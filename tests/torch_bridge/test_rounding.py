@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -292,3 +293,49 @@ def test_functions_of_constants_are_those_of_arrays() -> None:
     converted = tb.convert(module, x, train=False)
     run = jax.jit(lambda x: converted.apply({}, {}, x).output)
     np.testing.assert_array_equal(run(x.numpy()), module(x).numpy())
+
+
+class ByIndex(nn.Module):
+    """A table of which two rows are read often, and many rows that are added into two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(3, 4))
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table, rows, none = self.table, i[:, None].expand(-1, 4), x.new_zeros(2, 4)
+        places = 4 * rows + torch.arange(4)
+        read = [
+            nn.functional.embedding(i, table), table[i], table.index_select(0, i),
+            table.gather(0, rows), table.take(places), torch.take_along_dim(table, rows, 0),
+            nn.functional.embedding_bag(i[:, None], table, mode="sum"),
+        ]  # fmt: skip
+        sums = [
+            none.index_add(0, i, x), none.scatter_add(0, rows, x),
+            none.scatter_reduce(0, rows, x, "sum"), none.index_put((i,), x, accumulate=True),
+            none.put(places, x, accumulate=True), none.index_reduce(0, i, x, "mean"),
+        ]  # fmt: skip
+        return torch.stack(read), torch.stack(sums)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+def test_sums_by_index_do_not_end_at_256() -> None:
+    """In 16 bits 256 + 1 is 256. (PyTorch sums some of them in 16 bits on CPUs, none on GPUs.)"""
+    torch.manual_seed(0)
+    module, x, i = ByIndex().bfloat16(), torch.rand(4096, 4).bfloat16(), torch.arange(4096) % 2
+    converted = tb.convert(module, x, i)
+    params = {name: jnp.asarray(value) for name, value in converted.params.items()}
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def ours(params: Any, x: Any, i: Any) -> Any:
+        read, sums = converted.apply(params, {}, x, i).output
+        return jnp.sum(read.astype(jnp.float32)), sums
+
+    slope, sums = ours(params, _array(x), i.numpy())
+    wide = copy.deepcopy(module).float()
+    read, expected = wide(x.float(), i)
+    read.sum().backward()
+    # Each is rounded to 8 bits once, a mean twice; the table's gradient adds up seven.
+    np.testing.assert_allclose(_wide(sums), expected.detach(), rtol=2**-7)
+    np.testing.assert_allclose(_wide(slope["table"]), wide.table.grad, rtol=2**-6)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
-from torch_bridge.lower.index import added, written
+from torch_bridge.lower.index import added, taken, written
 from torch_bridge.lower.reduce import argmax, number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
@@ -22,7 +22,8 @@ from torch_bridge.lower.tangents import sloped
 
 @register_operator("aten.take.default")
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(jnp.ravel(x), jnp.where(index < 0, index + x.size, index))
+    places = jnp.where(index < 0, index + x.size, index)
+    return taken(jnp.ravel(x), lambda flat: jnp.take(flat, places))
 
 
 @register_operator("aten.put.default")
@@ -30,8 +31,8 @@ def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -
     flat, index = jnp.ravel(x), jnp.ravel(index)
     index = jnp.where(index < 0, index + x.size, index)
     valid, values = written(flat, 0, index, jnp.ravel(source), accumulate)
-    where = flat.at[valid]
-    return jnp.reshape(added(where, values) if accumulate else where.set(values), x.shape)
+    found = added(flat, valid, values) if accumulate else flat.at[valid].set(values)
+    return jnp.reshape(found, x.shape)
 
 
 @register_operator("aten.index_reduce.default")
@@ -59,7 +60,8 @@ def as_strided(
     x: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> jax.Array:
     """Of a tensor whose elements lie in order; convert refuses any other (`views`)."""
-    return jnp.take(jnp.ravel(x), _strided(size, stride, storage_offset or 0))
+    places = _strided(size, stride, storage_offset or 0)
+    return taken(jnp.ravel(x), lambda flat: jnp.take(flat, places))
 
 
 def _scatter_places(size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:

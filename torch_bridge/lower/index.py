@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import canonical, cast, is_bool
+from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_bool
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.shape import slice_bounds
@@ -31,7 +31,8 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    rows = jnp.take(weight, not_negative(indices, weight.shape[0]), axis=0)
+    places = not_negative(indices, weight.shape[0])
+    rows = taken(weight, lambda table: jnp.take(table, places, axis=0))
     if scale_grad_by_freq:
         rows = by_frequency(rows, indices, weight.shape[0])
     if padding_idx < 0:
@@ -76,7 +77,17 @@ def _indexers(indices: Sequence[Any]) -> tuple[Any, ...]:
 
 @register_operator("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(x: jax.Array, indices: Sequence[Any]) -> jax.Array:
-    return jnp.asarray(x).at[_indexers(indices)].get(mode="fill")
+    places = _indexers(indices)
+    return taken(jnp.asarray(x), lambda whole: whole.at[places].get(mode="fill"))
+
+
+def taken(x: jax.Array, read: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """What is read of an array, some of it perhaps often: the gradient adds up in float32.
+
+    In 16 bits a sum of ones ends at 256 (bfloat16), as if the other places had not been read.
+    """
+    wide = accumulation_dtype(x)
+    return read(x) if wide == x.dtype else read(x.astype(wide)).astype(x.dtype)
 
 
 @register_operator("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -92,15 +103,20 @@ def index_put(
     dims = [(i, n) for i, n in zip(indices, x.shape, strict=False) if i is not None]
     for one, size in dims if not masks else []:
         inside = jnp.all((one >= -size) & (one < size)) & inside
-    where = jnp.asarray(x).at[_indexers(indices)]
+    places = _indexers(indices)
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
-    options: Any = {"mode": "clip"}
-    return added(where, new, **options) if accumulate else where.set(new, **options)
+    if accumulate:
+        return added(jnp.asarray(x), places, new, mode="clip")
+    return jnp.asarray(x).at[places].set(new, mode="clip")
 
 
-def added(where: Any, values: Any, **options: Any) -> jax.Array:
-    """Sums at an index (`x.at[index]`); of truth values, as in torch, whether any is true."""
-    return (where.max if is_bool(values) else where.add)(values, **options)
+def added(x: jax.Array, places: Any, values: Any, **options: Any) -> jax.Array:
+    """Sums at an index, of 16 bits in float32; of truth values, as torch, whether any is true."""
+    if is_bool(values):
+        return x.at[places].max(values, **options)
+    wide = accumulation_dtype(x)
+    sums = x.astype(wide).at[places].add(values.astype(wide), **options)
+    return sums.astype(x.dtype)
 
 
 def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
@@ -120,7 +136,10 @@ def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
 
 @register_operator("aten.index_select.default")
 def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
-    return jnp.take(x, not_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
+    if not x.ndim:
+        return x
+    places = not_negative(index, x.shape[dim])
+    return taken(x, lambda whole: jnp.take(whole, places, axis=dim))
 
 
 def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
@@ -138,7 +157,8 @@ def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax
     if not (x.ndim and index.ndim):  # numbers are vectors of one element
         found = gather(jnp.atleast_1d(x), 0, jnp.atleast_1d(index))
         return jnp.reshape(found, index.shape)
-    return jnp.asarray(x).at[along(x, dim, not_negative(index, x.shape[dim]))].get(mode="fill")
+    places = along(x, dim, not_negative(index, x.shape[dim]))
+    return taken(jnp.asarray(x), lambda whole: whole.at[places].get(mode="fill"))
 
 
 def not_negative(index: Any, size: int) -> Any:
@@ -174,8 +194,8 @@ def written(
 @register_operator("aten.take_along_dim.default")
 def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Array:
     if dim is None:
-        return jnp.take_along_axis(jnp.ravel(x), jnp.ravel(indices), axis=0)
-    return jnp.take_along_axis(x, indices, axis=dim)
+        return take_along_dim(jnp.ravel(x), jnp.ravel(indices), 0)
+    return taken(x, lambda whole: jnp.take_along_axis(whole, indices, axis=dim))
 
 
 def into_vectors(write: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -214,7 +234,7 @@ def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
 @into_vectors
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return added(jnp.asarray(x).at[along(x, dim, valid)], new)
+    return added(jnp.asarray(x), along(x, dim, valid), new)
 
 
 @register_operator("aten.index_add.default")
@@ -223,7 +243,7 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
     valid, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return added(jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)], new)
+    return added(jnp.asarray(x), (slice(None),) * (dim % x.ndim) + (valid,), new)
 
 
 @register_operator("aten.select_scatter.default")

@@ -39,7 +39,7 @@ def reduce_into(
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":
         return _product(x, where, src, include_self)
-    total = added(_first(x, where, 0, include_self).at[where], src)
+    total = added(_first(x, where, 0, include_self), where, src)
     if reduce == "sum":
         return total
     if reduce != "mean":

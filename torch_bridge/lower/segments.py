@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.arithmetic import clamp
-from torch_bridge.lower.index import not_negative
+from torch_bridge.lower.index import not_negative, taken
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 from torch_bridge.lower.tangents import sloped
@@ -88,7 +88,8 @@ def embedding_bag(
     padding = padding_idx + weight.shape[0] if padding_idx < -1 else padding_idx
     kept = indices != padding if padding >= 0 else jnp.ones(indices.shape, bool)
     position = jnp.where(kept, bag, bags)
-    rows = jnp.take(weight, not_negative(indices, weight.shape[0]), axis=0)
+    places = not_negative(indices, weight.shape[0])
+    rows = taken(weight, lambda table: jnp.take(table, places, axis=0))
     if per_sample_weights is not None:
         rows = rows * cast(per_sample_weights, rows.dtype)[:, None]
     sizes = jnp.zeros((bags + 1,), np.int32).at[position].add(1)[:bags]
