@@ -43,15 +43,33 @@ class Growth:
     def __init__(self, program: Program, rows: int, known: Mapping[Any, int]) -> None:
         self._rows = rows
         self._of: dict[Any, int | None] = dict(known)
+        # What follows from an input, and the operation that added to a sum what is none.
+        self._moves, self._mixed = set[Any](program.inputs), dict[Any, Op]()
         for var, value in program.consts.items():
             self._of[var] = self._constant(value)
         for op in program.ops:
             power = self._power(op)
             self._of.update(dict.fromkeys(op.results, power))
+            if not self._moves.isdisjoint(op.reads()):
+                self._moves.update(op.results)
+            before = [self._mixed[x] for x in op.reads() if x in self._mixed]
+            for blamed in [op] if self._mixes(op) else before[:1]:
+                self._mixed.update(dict.fromkeys(op.results, blamed))
 
     def __call__(self, value: Any) -> int | None:
         """The power of a value or constant; `None` where it is not known."""
         return self._of.get(value) if isinstance(value, Var) else self._constant(value)
+
+    def mixed(self, value: Any) -> Op | None:
+        """The operation that added to a sum over rows what does not grow with them, if one did."""
+        return self._mixed.get(value) if isinstance(value, Var) else None
+
+    def _mixes(self, op: Op) -> bool:
+        name = "" if op.equation is None else op.equation.primitive.name
+        powers = [self(x) for x in op.operands]
+        free = any(p == 0 and x in self._moves for p, x in zip(powers, op.operands, strict=True)
+                   if isinstance(x, Var))  # fmt: skip
+        return name in ("add", "add_any", "sub") and 1 in powers and free
 
     def _constant(self, value: Any) -> int | None:
         """1 for a number of rows, or that of their elements; -1 for one by that; else 0."""

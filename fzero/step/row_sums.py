@@ -156,6 +156,12 @@ def _miscounted(
             powers = growth(total), growth(count[0]) if count else 0
             if powers == (1, 0):
                 found[name] = "is a sum over rows, of which a mean over devices is taken"
+            elif powers == (1, 1) and (op := growth.mixed(total)) is not None:
+                where = f"{op.equation.primitive.name}{_line(op)}"
+                found[name] = (
+                    f"adds to a sum over rows what is none ({where}), which counts once for each"
+                    " share: multiply it by the count"
+                )
             elif powers == (0, 1):
                 found[name] = "is a mean over rows, and is divided by their number once more"
     return found
