@@ -117,7 +117,7 @@ LOSSES = {
     (lambda p, b: jnp.einsum("ij->j", squares(p, b)).sum() / len(b["x"]) / 1e-3): None,
     (lambda p, b: jnp.sum(p["v"])): None,
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum(), jnp.float32(len(b["x"])))):
-        r"adds to a sum over rows what is none \(add in test_row_sums.py:.*multiply it by the count",
+        r"adds to a sum over rows what is none \(add in test_row_sums.py:.*by the count",
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum() * len(b["x"]) + jnp.zeros(()) + 1e-6,
                           jnp.float32(len(b["x"])))): None,
 }  # fmt: skip

@@ -70,6 +70,7 @@ def test_rates_are_those_of_deepspeed(case):
         ("Adam", {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": False},
          lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1)),
         ("AdamW", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
+        ("Adam", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
          lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)),
     ],
@@ -86,6 +87,15 @@ def test_optimizers_are_those_of_torch(name, params, make):
         ours = ours + updates
     # optax takes 1 - 0.999**t in float32, torch in float64: 6e-5 of each update of 0.1.
     np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "half", "dtype"),
+    [("fp32", "bf16", "fp32"), ("bf16", "bf16", None), ("fp32", None, None)],
+)
+def test_gradients_are_sent_in_float32_where_it_is_said(kind, half, dtype):
+    config = {"communication_data_type": kind, **({half: {"enabled": True}} if half else {})}
+    assert tb.from_deepspeed(config).plan.reduce_dtype == dtype
 
 
 def test_lions_second_beta_is_deepspeeds():
@@ -206,10 +216,29 @@ def test_rates_are_those_of_the_trainer(kind):
     assert (got.plan.microbatches, got.plan.clip_norm, got.batch_size) == (2, 0.5, 16)
 
 
-def test_the_trainer_decays_neither_biases_nor_norms():
-    module = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
-    )
+class Recurrent(torch.nn.Module):
+    """Names with `bias` in them, and norms of several names."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2)
+        self.gru, self.bn1 = torch.nn.GRU(8, 8), torch.nn.BatchNorm1d(8)
+        self.norm, self.q_norm, self.norm2 = (torch.nn.LayerNorm(8) for _ in range(3))
+        self.relative_attention_bias = torch.nn.Embedding(4, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+        ),
+        Recurrent,
+    ],
+    ids=["gpt2", "recurrent"],
+)
+def test_the_trainer_decays_neither_biases_nor_norms(make):
+    module = make()
     # With a rate of 1 and no gradient, an update is what the decay takes.
     tx = tb.from_training_arguments({
         **ARGUMENTS, "learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
@@ -217,8 +246,8 @@ def test_the_trainer_decays_neither_biases_nor_norms():
     params = {name: jnp.ones(p.shape) for name, p in module.named_parameters()}
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     decayed = {name for name, update in updates.items() if np.any(update)}
-    norms = {name for name in params if ".ln_" in name or name.endswith("bias")}
-    assert decayed == set(params) - norms
+    theirs = transformers.Trainer.get_decay_parameter_names(None, module)
+    assert decayed == {name for name in params if name in theirs}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +290,9 @@ def test_arguments_with_a_deepspeed_file_fill_in_its_autos():
 
 def test_arguments_that_clip_nothing_do_not_clip():
     assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": 0.0}).plan.clip_norm is None
-    assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": None}).plan.clip_norm == 1.0
+    assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": None}).plan.clip_norm is None
+    del (none := dict(ARGUMENTS))["max_grad_norm"]
+    assert tb.from_training_arguments(none).plan.clip_norm == 1.0
 
 
 @pytest.mark.parametrize(("strategy", "zero"), [("HYBRID_SHARD", 3), ("HYBRID_SHARD_ZERO2", 2)])

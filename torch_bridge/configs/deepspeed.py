@@ -42,7 +42,6 @@ _TOP = {
     "dataloader_drop_last": "fz.pad_batch fills up a short batch, with an exact mean",
     "elasticity": "fz.restore takes any number of devices",
     "use_data_before_expert_parallelism": "one mesh for all",
-    "communication_data_type": "gradients are sent as the backward pass gives them",
     "seq_parallel_communication_data_type": "there is no sequence-parallel group",
     "timers": _LOGS,
     "bfloat16": "an old name of bf16",
@@ -103,6 +102,7 @@ def from_deepspeed(
     fields: dict[str, Any] = {}
     _precision(keys, fields)
     batch_size = _batch(keys, fields, devices)
+    _sent(keys, fields)
     clip = keys.number("gradient_clipping", 0.0, auto_is=0.0)
     if clip:
         fields["clip_norm"] = clip
@@ -147,6 +147,17 @@ def _precision(keys: Keys, fields: dict[str, Any]) -> None:
     if types is not None:
         types.without_effect({"grad_accum_dtype": "gradients are accumulated in float32"})
         types.done()
+
+
+def _sent(keys: Keys, fields: dict[str, Any]) -> None:
+    kind = keys.take("communication_data_type")
+    if kind is None:
+        return
+    wide = kind == "fp32" and fields.get("precision", "fp32") != "fp32"
+    if wide:
+        fields["reduce_dtype"] = "fp32"
+    why = "" if wide else "gradients are sent as the backward pass gives them"
+    keys.note("communication_data_type", kind, "reduce_dtype='fp32'" if wide else "", why)
 
 
 def _loss_scale(own: Keys, fields: dict[str, Any], enabled: bool) -> None:

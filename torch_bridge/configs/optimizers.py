@@ -53,10 +53,10 @@ def transformation(name: str, keys: Keys, lr: Any) -> optax.GradientTransformati
 def _adam(name: str, keys: Keys, lr: Any) -> optax.GradientTransformation:
     b1, b2 = _betas(keys, (0.9, 0.999))
     eps = keys.number("eps", 1e-8)
-    # torch.optim.AdamW decays by itself, DeepSpeed's own kernels do not.
-    torch_adamw = bool(keys.left.get("torch_adam")) and name == "adamw"
-    decay = keys.number("weight_decay", 0.01 if torch_adamw else 0.0)
     decoupled = keys.take("adam_w_mode", True) or name == "adamw"
+    # torch.optim.AdamW decays by itself, DeepSpeed's own kernels do not.
+    torch_adamw = bool(keys.left.get("torch_adam")) and decoupled
+    decay = keys.number("weight_decay", 0.01 if torch_adamw else 0.0)
     keys.refuse({"amsgrad": "use optax.amsgrad"})
     if not keys.take("bias_correction", True):
         raise keys.error("bias_correction", "false", "optax's Adam always corrects: write true")

@@ -22,9 +22,11 @@ from torch_bridge.configs.keys import Keys, read
 from torch_bridge.configs.outcome import Imported, Note, Schedule
 
 
-# The Trainer decays no biases and no norms, which it knows by their classes; by name these are:
+# The Trainer decays nothing with such a name, and no `nn.LayerNorm`, which by name these are:
 _NO_DECAY = re.compile(
-    r"(^|[./])(bias|[^./]*(norm|ln_?\d*|ln_f)[^./]*[./](weight|scale))$", re.IGNORECASE
+    r"bias|layernorm|rmsnorm|(^|[./])norm($|[./])|_norm($|[./])"
+    r"|(^|[./])[^./]*(norm|ln_?\d*|ln_f)[^./]*[./](weight|scale)$",
+    re.IGNORECASE,
 )
 # What changes a training's numbers, and is neither of the plan nor of the optimizer made here.
 _NO_COUNTERPART = {
@@ -57,7 +59,8 @@ def from_training_arguments(
 
     Returns:
         Plan, AdamW with the Trainer's schedule and its rule of what is not decayed (biases and
-        norms, told by their names), and what became of each argument that matters here.
+        norms, told by their names: a batch norm called `norm1` is one, which the Trainer decays),
+        and what became of each argument that matters here.
 
     Raises:
         ConversionError: an optimizer, a schedule, a precision or another argument that changes the
@@ -94,7 +97,7 @@ def from_training_arguments(
     fields["microbatches"] = int(get("gradient_accumulation_steps") or 1)
     notes.append(Note("gradient_accumulation_steps", fields["microbatches"],
                       f"microbatches={fields['microbatches']}"))  # fmt: skip
-    clip = float(1.0 if get("max_grad_norm") is None else values["max_grad_norm"])
+    clip = float(values.get("max_grad_norm", 1.0) or 0.0)
     fields["clip_norm"] = clip or None
     notes.append(Note("max_grad_norm", clip, f"clip_norm={clip or None}"))
     if get("gradient_checkpointing") or fields.get("remat") is None:
