@@ -33,11 +33,10 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A function of tensors in the same containers, which gives tensors of the dtypes that JAX
         gives: of float64 tensors float32, unless `jax_enable_x64` is set. Floating-point tensors
-        that require gradients get them from `jax_fn`'s own derivative (once: there is no second
-        one).
+        that require gradients get them from `jax_fn`'s own derivatives, of any order.
 
     Raises:
-        RuntimeError: (in a call) within `torch.func`, or for a derivative forwards or a second one.
+        RuntimeError: (in a call) within `torch.func`, or for a derivative forwards.
         TypeError: (in a call) a tensor is sparse, or a result is no array.
 
     Example:
@@ -132,7 +131,7 @@ class _BridgedCall(torch.autograd.Function):
         foreign = not isinstance(run, jax.stages.Wrapped)
         results = _of_their_own([_tensor(leaf, tensors) for leaf in leaves], tensors, foreign)
         ctx.wanted, ctx.shapes = wanted, [(leaf.shape, leaf.dtype) for leaf in leaves]
-        ctx.treedef, ctx.num = treedef, len(tensors)
+        ctx.run, ctx.treedef, ctx.num = run, treedef, len(tensors)
         # Memory may be shared: torch then finds out if it was written to before the backward pass.
         ctx.save_for_backward(*tensors, *results)
         ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
@@ -147,21 +146,34 @@ class _BridgedCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        saved = ctx.saved_tensors
-        cotangents = [
-            _cotangent(gradient, shape, dtype)
-            for gradient, (shape, dtype) in zip(gradients, ctx.shapes, strict=True)
-        ]
-        found = ctx.pullback(jax.tree.unflatten(ctx.treedef, cotangents))
-        out: list[Any] = [None] * ctx.num
-        made = [
-            _tensor(_turned(gradient), [saved[number]]).to(saved[number].dtype)
-            for number, gradient in zip(ctx.wanted, found, strict=True)
-        ]
-        given = [*saved, *(gradient for gradient in gradients if gradient is not None)]
-        for number, plain in zip(ctx.wanted, _of_their_own(made, given), strict=True):
-            out[number] = _once(plain) if torch.is_grad_enabled() else plain
+        saved, out = ctx.saved_tensors, [None] * ctx.num
+        for number, gradient in zip(ctx.wanted, _pulled(ctx, saved, gradients), strict=True):
+            out[number] = gradient.to(saved[number].dtype)
         return (None, None, *out)
+
+
+def _pulled(ctx: Any, saved: Sequence[torch.Tensor], gradients: Sequence[Any]) -> Sequence[Any]:
+    """The gradients of the arguments that want one, of those of the results."""
+    if torch.is_grad_enabled():  # they may be differentiated in turn: a call like any other
+        given = [g for g in gradients if g is not None]
+
+        def of_all(arrays: Sequence[Any]) -> list[Any]:
+            own, rest = list(arrays[: ctx.num]), iter(arrays[ctx.num :])
+
+            def of_wanted(*chosen: Any) -> Any:
+                some = dict(enumerate(own)) | dict(zip(ctx.wanted, chosen, strict=True))
+                return ctx.run([some[i] for i in range(ctx.num)])
+
+            _, pullback = jax.vjp(of_wanted, *(own[i] for i in ctx.wanted))
+            arrived = [None if g is None else next(rest) for g in gradients]
+            return list(map(_turned, pullback(_cotangents(ctx, arrived))))
+
+        call: Any = _BridgedCall.apply
+        return call(of_all, [], *saved[: ctx.num], *given)
+    arrived = [None if g is None else _array(g) for g in gradients]
+    found = ctx.pullback(_cotangents(ctx, arrived))
+    made = [_tensor(_turned(g), [saved[i]]) for i, g in zip(ctx.wanted, found, strict=True)]
+    return _of_their_own(made, [*saved, *(g for g in gradients if g is not None)])
 
 
 def _of_their_own(
@@ -181,38 +193,20 @@ def _of_their_own(
     return tuple(out)
 
 
-def _once(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient whose own is refused.
-
-    torch's `once_differentiable` gives constants where the incoming gradient is one, although this
-    one depends on the arguments.
-    """
-    call: Any = _Once.apply
-    found: torch.Tensor = call(gradient.detach().requires_grad_())
-    return found
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "tb.wrap: a JAX function has a gradient in torch, but no second one. Differentiate it"
-            " in JAX, within the function that is wrapped (jax.grad)"
-        )
-
-
 def _differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _cotangent(gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return np.zeros(shape, jax.dtypes.float0)
-    return jnp.zeros(shape, dtype) if gradient is None else _turned(_array(gradient).astype(dtype))
+def _cotangents(ctx: Any, arrived: Sequence[Any]) -> Any:
+    """What a pullback takes, of the gradients of the results as arrays, or `None`."""
+
+    def of(gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return np.zeros(shape, jax.dtypes.float0)
+        return jnp.zeros(shape, dtype) if gradient is None else _turned(gradient.astype(dtype))
+
+    cotangents = [of(g, *about) for g, about in zip(arrived, ctx.shapes, strict=True)]
+    return jax.tree.unflatten(ctx.treedef, cotangents)
 
 
 def _turned(gradient: jax.Array) -> jax.Array:
