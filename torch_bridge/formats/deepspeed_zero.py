@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,14 +70,13 @@ class ZeroFiles:
         bases = [_base(state, stage3, name) for state in states]
         unread = _unread(bases, states, name)
         steps: list[int] = []
+        _require_one_save(list(paths.values()), bases, states)
         for state, base in zip(states, bases, strict=True):
             flats[FP32].append(_flat(state.get(fp32), name))
             if unread is None and any(base):
                 for key in MOMENTS:
                     flats[key].append(_flat([entry[key] for entry in base], name))
-                # Elastic files have one step for all groups, some optimizers one for each.
-                found = [entry["step"] for entry in base if "step" in entry]
-                steps += [step_of(step, name) for step in found or _common_steps(state)]
+                steps += [step_of(step, name) for step in _steps(base, state)]
         if any(len(values) not in (0, len(states)) for values in flats.values()):
             raise CheckpointError(f"{name}: some ranks have moments and some have none")
         paddings = [] if stage3 else _paddings(first, shapes, name)
@@ -148,6 +148,33 @@ def _base(state: Mapping[str, Any], stage3: bool, file: str) -> list[Mapping[str
     if not isinstance(base, list) or not all(isinstance(entry, Mapping) for entry in base):
         raise CheckpointError(f"{file}: has no state of the optimizer inside")
     return base
+
+
+def _require_one_save(
+    paths: Sequence[Path], bases: Sequence[list[Mapping[str, Any]]], states: Sequence[Any]
+) -> None:
+    """Ranks have parts of the same weights: raises `CheckpointError` if they are of two saves."""
+    found = [
+        [_number(step) for step in _steps(base, state)]
+        for base, state in zip(bases, states, strict=True)
+    ]
+    for path, steps in zip(paths, found, strict=True):
+        if steps != found[0]:
+            raise CheckpointError(
+                f"{path.name} is of step {steps[0] if steps else None}, {paths[0].name} of"
+                f" {found[0][0] if found[0] else None}: a save was cut short, and each has a part"
+                " of every weight. Restore an older checkpoint"
+            )
+
+
+def _number(step: Any) -> Any:
+    return step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+
+
+def _steps(base: list[Mapping[str, Any]], state: Mapping[str, Any]) -> list[Any]:
+    """Elastic files have one step for all groups, some optimizers one for each."""
+    found = [entry["step"] for entry in base if "step" in entry]
+    return found or _common_steps(state)
 
 
 def _common_steps(state: Mapping[str, Any]) -> list[Any]:

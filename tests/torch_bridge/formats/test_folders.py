@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import format_cases as cases
 import pytest
 import torch
+import zero_files
 from safetensors.torch import save_file
 
 import torch_bridge as tb
@@ -71,3 +73,18 @@ def test_an_index_that_leaves_out_a_whole_file_is_refused(tmp_path: Path) -> Non
     index.write_text(json.dumps({"weight_map": listed}))
     with pytest.raises(CheckpointError, match=r"index.json: lists 2 of the 3 files model-\.\.\."):
         tb.checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_of_two_saves_give_no_weights(tmp_path: Path, stage: int) -> None:
+    """A save over an older one that was cut short: each rank has a part of every weight."""
+    names = ["one", "two"]
+    for step in (5, 6):
+        weights = {name: torch.full((3, 4), float(step)) for name in names}
+        state = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), weights)
+        zero_files.write_zero(tmp_path / str(step), state, [names], 2, stage, step, {})
+    new = tmp_path / "6/global_step6"
+    (last,) = new.glob("*pp_rank_1_*optim_states.pt")
+    shutil.copy(tmp_path / "5/global_step5" / last.name, last)
+    with pytest.raises(CheckpointError, match=r"pp_rank_1_.* is of step 5, .*pp_rank_0_.* of 6: a"):
+        tb.checkpoint(new)
