@@ -123,9 +123,16 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
     if traced is None:
         return []
     program, names = traced
-    follow = _Follow(rows)
-    env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
-    kinds = follow.run(program, env)
+    follow, kinds = _followed(program, rows, set())
+    # What all shares divide by alike are sums; another reason may lie behind one that is none.
+    while alike := {
+        id(op)
+        for op in map(follow.blamed.get, filter(_is_var, program.outputs))
+        if op is not None
+        and op.equation.primitive.name == "div"
+        and _count_alike(blue, train, shares, program, op, rows)
+    }:
+        follow, kinds = _followed(program, rows, alike | follow.alike)
     found: dict[str, str] = {}
     for name, out in zip(names, program.outputs, strict=True):
         kind = kinds.get(out, Kind.FREE) if isinstance(out, Var) else Kind.FREE
@@ -133,8 +140,6 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
             continue
         op = follow.blamed[out]
         does = op.equation.primitive.name
-        if does == "div" and _count_alike(blue, train, shares, program, op, rows):
-            continue
         what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
         same = ", which is the same only where all count equally many" if does == "div" else ""
         found[name] = f"{what} ({does}{_line(op)}){same}"
@@ -143,6 +148,16 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
     for name, problem in _miscounted(program, names, kinds, growth).items():
         found.setdefault(name, problem)
     return list(found.items())
+
+
+def _is_var(value: Any) -> bool:
+    return isinstance(value, Var)
+
+
+def _followed(program: Program, rows: int, alike: set[int]) -> tuple[_Follow, dict[Any, Kind]]:
+    follow = _Follow(rows, alike)
+    env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
+    return follow, follow.run(program, env)
 
 
 def _miscounted(
@@ -267,13 +282,14 @@ class _Follow:
 
     Args:
         rows: how many rows there are: a prime number that no other dim is a multiple of.
+        alike: quotients (`id` of the operation) by what is the same for each share of the rows.
 
     Attributes:
         blamed: for values that are no sums over rows, the operation that made them so.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, alike: set[int]) -> None:
+        self.rows, self.alike = rows, alike
         self.blamed: dict[Any, Op] = {}
 
     def has(self, value: Var, times: int = 1) -> bool:
@@ -315,6 +331,8 @@ class _Follow:
             return Kind.ROWS
         if Kind.UNKNOWN in kinds and worst is not Kind.OTHER:
             return Kind.UNKNOWN
+        if id(op) in self.alike:
+            return Kind.SUM
         return worst if worst is Kind.OTHER else _of_sums(op, kinds)
 
 
