@@ -99,6 +99,10 @@ def state_leaves(
         )
     if isinstance(state_or_params, Mapping):
         params, buffers = state_or_params, converted.buffers
+    elif not hasattr(state_or_params, "params"):
+        raise CheckpointError(
+            f"{operation}: expected a state or its params, got a {type(state_or_params).__name__}"
+        )
     else:
         params, buffers = state_or_params.params, state_or_params.buffers
         if isinstance(state_or_params, TrainState):

@@ -141,6 +141,11 @@ def fit(
         2
     """
     given_module, module, plan = module, unwrapped(module), plan or Plan()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConversionError(
+            "fit: the module has no values (`meta`): fill it first (module.to_empty, then its own"
+            " initialisation), or read them into a state: tb.restore(path, tb.convert(module, ...))"
+        )
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)

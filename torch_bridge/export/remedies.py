@@ -46,6 +46,31 @@ _FAKE_QUANTIZED = (
 )
 _TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 
+_SIZE_AS_KEY = (
+    "Sizes are free while a forward is traced, and cannot be looked up in a dict, a set or a cache."
+    " A function under functools.lru_cache can be called if it stands at the top of its file (not"
+    " in a class or an attribute); what is chosen by a size, choose with if and ==."
+)
+_ARGUMENTS = (
+    "Arguments are tensors, Python's numbers and strings, None, and lists, tuples and dicts of"
+    " these: float(x) for a number of NumPy; what else a forward takes, give it in a module around"
+    " it whose forward passes it on."
+)
+_OF_MEMORY = (
+    "A tensor has no memory while a forward is traced: compute with torch's operators; what NumPy"
+    " or a kernel computes, make an operator (torch.library.custom_op) and say with"
+    " torch_bridge.register_operator what it is in JAX."
+)
+# What PyTorch says, and what to do then.
+_SAID = {
+    "unhashable type: non-nested SymInt": _SIZE_AS_KEY,
+    "Unsupported input type": _ARGUMENTS,
+    ".numpy() is not supported": _OF_MEMORY,
+    "Cannot access data pointer": _OF_MEMORY,
+    "Cannot call numel()": "Say x.numel() * x.element_size() for x.nbytes.",
+    "autocast must exit": "Say `with torch.autocast(...):` around what is to be cast.",
+}
+
 # By names of functions, without their overloads.
 _TABLE: dict[str, str] = {
     **dict.fromkeys(("allclose", "equal", "is_nonzero"), _A_QUESTION),
@@ -151,6 +176,9 @@ def remedy_of_trace(text: str, called: str | None) -> str:
     """
     if re.search(r"Cache'> in output", text):
         return _CACHES
+    for said, what_to_do in _SAID.items():
+        if said in text:
+            return what_to_do
     if "is not a known type" in text or "unhashable type" in text:  # torch 2.11
         return _TYPES
     if "is mutated in the forward" in text:

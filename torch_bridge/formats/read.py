@@ -72,6 +72,11 @@ def _file(source: Path, key: str | None) -> Checkpoint:
     suffix = source.suffix.lower()
     if not source.exists():
         raise CheckpointError(f"{source}: no such file")
+    if source.is_dir():
+        raise CheckpointError(
+            f"{source}: key={key!r}: a directory says itself where its weights are; leave key= out,"
+            f" or give one of its {', '.join(PICKLED)} files"
+        )
     if suffix not in SUFFIXES:
         raise CheckpointError(
             f"{source.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)},"

@@ -74,6 +74,9 @@ class Absent(LazyArray):
         self.leaf, self.shape = leaf, leaf.shape
         self.dtype = canonical(numpy_dtype(leaf.dtype))
 
+    def __repr__(self) -> str:
+        return f"<`{self.leaf.name}`: on the `meta` device, without a value>"
+
     def read(self, index: Index) -> np.ndarray[Any, Any]:
         """Raises ConversionError: there is nothing to read."""
         raise ConversionError(absent_text([self.leaf]))

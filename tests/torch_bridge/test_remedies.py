@@ -1,0 +1,72 @@
+"""What PyTorch says of a module that it cannot trace comes with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import CheckpointError, ConversionError
+
+
+X = torch.ones(4, 4)
+
+
+class Applies(nn.Module):
+    """A function of its argument, and of a keyword."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, k: Any = None) -> torch.Tensor:
+        return self.function(x)
+
+
+def entered(x: torch.Tensor) -> torch.Tensor:
+    torch.autocast("cpu", torch.bfloat16).__enter__()
+    return x @ x.t()
+
+
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (lambda x: x * {4: 1.0}.get(x.shape[0], 2.0), "cannot be looked up in a dict"),
+        (lambda x: x * x.detach().numpy().mean(), "torch.library.custom_op"),
+        (lambda x: x * x.nbytes, "Say x.numel"),
+        (entered, r"Say `with torch\.autocast"),
+    ],
+    ids=["size as key", "numpy", "nbytes", "autocast"],
+)
+def test_what_torch_says_of_a_trace_comes_with_a_remedy(function: Any, remedy: str) -> None:
+    with pytest.raises(ConversionError, match=remedy):
+        tb.convert(Applies(function), X)
+
+
+def test_arguments_of_other_kinds_are_told_what_to_be() -> None:
+    with pytest.raises(ConversionError, match=r"numpy\.float32.*float\(x\) for a number of NumPy"):
+        tb.convert(Applies(torch.tanh), X, k=np.float32(2))
+
+
+def test_a_module_without_values_is_not_trained() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(4, 2)
+    with pytest.raises(ConversionError, match=r"no values \(`meta`\).*tb\.restore"):
+        tb.fit(module, [(X, X[:, :2])], nn.MSELoss(), optimizer=optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"<`bias`: on the `meta` device, without a value>"):
+        jax.jit(lambda p: p)(tb.convert(module, X.to("meta")).params)
+
+
+def test_what_is_no_state_is_named() -> None:
+    converted = tb.convert(nn.Linear(4, 2), X)
+    for given in ((converted.params, {}), None):
+        with pytest.raises(
+            CheckpointError, match=f"a state or its params, got a {type(given).__name__}"
+        ):
+            tb.state_dict(converted, given)
