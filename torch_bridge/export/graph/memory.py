@@ -19,10 +19,10 @@ def aliases(node: torch.fx.Node) -> bool:
     if not arguments or arguments[0].alias_info is None or not node.args:
         return False
     if str(node.target).startswith("aten.to."):
-        source: Any = node.args[0]
-        given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
-        copied = {**given, **node.kwargs}.get("copy", False)
-        return not copied and bool(source.meta["val"].dtype == node.meta["val"].dtype)
+        named = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+        values = [getattr(x, "meta", {}).get("val") for x in (node.args[0], node)]
+        kinds = {getattr(value, "dtype", None) for value in values}
+        return len(kinds) == 1 and not {**named, **node.kwargs}.get("copy", False)
     return True
 
 
