@@ -23,20 +23,27 @@ from fzero.tree import PyTree, key_name
 
 
 class LayerKey(jax.tree_util.SequenceKey):  # type: ignore[misc]
-    """The last step of a layer's path: its number, which has the name of the leaf as well.
+    """The last step of a layer's path: its number (`idx`), and otherwise as that of the leaf.
 
-    Masks and labels ask for the last name of a path (`path[-1].key.endswith("bias")`).
+    Masks and labels ask for the last name of a path (`path[-1].key.endswith("bias")`), or for how
+    it is written (`jax.tree_util.keystr(path).endswith("['bias']")`).
     """
 
-    def __init__(self, number: int, key: Any) -> None:
+    def __init__(self, number: int, leaf: Any) -> None:
         super().__init__(number)
-        self.key = key
+        self._leaf = leaf
+        for word in ("key", "name"):
+            if hasattr(leaf, word):
+                setattr(self, word, getattr(leaf, word))
+
+    def __str__(self) -> str:
+        return str(super().__str__() if self._leaf is None else self._leaf)
 
 
 class _LeafOf(str):
-    """A stack's name, with the last key of a leaf's path beside it; trees differ by the name."""
+    """A stack's name, with the last step of a leaf's path beside it; trees differ by the name."""
 
-    key: Any = None
+    last: Any = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -46,16 +53,16 @@ class Layers:
     Args:
         stack: the stack's name.
         layers: their values.
-        key: the last key of the leaf's path.
+        last: the last step of the leaf's path.
     """
 
-    def __init__(self, stack: str, layers: Sequence[Any], key: Any = None) -> None:
+    def __init__(self, stack: str, layers: Sequence[Any], last: Any = None) -> None:
         self.stack, self.layers = _LeafOf(stack), tuple(layers)
-        self.stack.key = key
+        self.stack.last = last
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
         """Children with their numbers, and the stack's name."""
-        keys = [LayerKey(number, self.stack.key) for number in range(len(self.layers))]
+        keys = [LayerKey(number, self.stack.last) for number in range(len(self.layers))]
         return list(zip(keys, self.layers, strict=True)), self.stack
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
@@ -65,7 +72,7 @@ class Layers:
     @classmethod
     def tree_unflatten(cls, stack: _LeafOf, layers: Sequence[Any]) -> Layers:
         """The inverse of `tree_flatten`."""
-        return cls(stack, layers, stack.key)
+        return cls(stack, layers, stack.last)
 
 
 def is_layers(node: Any) -> bool:
@@ -147,7 +154,7 @@ def as_layers(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
         if stack is None or is_layers(leaf):
             return leaf
         layers = [one_layer(leaf)] * len(stacks[stack].of_leaf(leaf).order)
-        return Layers(stack, layers, getattr(path[-1], "key", None))
+        return Layers(stack, layers, path[-1])
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_layers)
 

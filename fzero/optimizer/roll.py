@@ -52,18 +52,18 @@ def layers_of(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
 
     def of(path: Any, leaf: Any) -> Any:
         stack = stack_of(path, stacks)
-        return _inputs_of(leaf, stack, stacks, getattr(path[-1], "key", None) if path else None)
+        return _inputs_of(leaf, stack, stacks, path[-1] if path else None)
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def _inputs_of(leaf: Any, stack: str | None, stacks: Mapping[str, Rows], key: Any = None) -> Any:
+def _inputs_of(leaf: Any, stack: str | None, stacks: Mapping[str, Rows], last: Any = None) -> Any:
     if stack is None:
         return _Input(_Source(leaf))
     rows = stacks[stack].of_leaf(leaf)
     source = _Source(leaf, stack, rows)
     inputs = [_Input(source, number) for number in range(len(rows.order))]
-    return Layers(stack, inputs, key)
+    return Layers(stack, inputs, last)
 
 
 def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
