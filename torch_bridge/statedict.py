@@ -268,10 +268,7 @@ def missing_names(converted: Converted | ConvertedSequential, tensors: Mapping[s
     """Whether some of a module's leaves are in no tensor, by name."""
     prefix = common_prefix(list(tensors), set(converted.layout.leaf_of()))
     there = {name.removeprefix(prefix) for name in tensors}
-    return any(
-        leaf.persistent and not leaf.counts_batches and there.isdisjoint(leaf.names)
-        for leaf in converted.layout.leaves
-    )
+    return any(leaf.expected and there.isdisjoint(leaf.names) for leaf in converted.layout.leaves)
 
 
 def fit_leaves(
@@ -322,7 +319,7 @@ def fit_leaves(
             problems += _misfits(leaf, given, cast, widened or rounded)
             first = next(iter(given.values()))
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
-        elif strict and leaf.persistent and not leaf.counts_batches:
+        elif strict and leaf.expected:
             problems.append(f"missing: `{leaf.name}`")
     if leaf_of and not (found or problems):
         names = f", such as `{next(iter(tensors))}`," if tensors else " (there are none)"

@@ -141,11 +141,7 @@ def fit(
         2
     """
     given_module, module, plan = module, unwrapped(module), plan or Plan()
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ConversionError(
-            "fit: the module has no values (`meta`): fill it first (module.to_empty, then its own"
-            " initialisation), or read them into a state: tb.restore(path, tb.convert(module, ...))"
-        )
+    _refuse_empty(module)
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)
@@ -188,6 +184,14 @@ def fit(
             )
     _end(began, _told(module, traced), times)
     return (state, load_into(given_module, state)) if trained_module else state
+
+
+def _refuse_empty(module: torch.nn.Module) -> None:
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConversionError(
+            "fit: the module has no values (`meta`): fill it first (module.to_empty, then its own"
+            " initialisation), or read them into a state: tb.restore(path, tb.convert(module, ...))"
+        )
 
 
 def _end(began: Any, ended: Any, times: int) -> None:

@@ -69,6 +69,36 @@ def test_a_llama_without_values_has_torchs_logits_once_it_is_restored(tmp_path: 
     np.testing.assert_allclose(run(state.params, state.buffers), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_positions_that_transformers_leaves_out_of_files_are_computed(
+    tmp_path: Path, device: str
+) -> None:
+    """Marian's sinusoids are parameters, which `save_pretrained` does not write."""
+    import transformers
+
+    def marian() -> Any:
+        sizes = {f"{side}_{of}": n for side in ("encoder", "decoder")
+                 for of, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))}  # fmt: skip
+        config = transformers.MarianConfig(
+            vocab_size=37, d_model=8, pad_token_id=0, decoder_start_token_id=0, **sizes
+        )
+        return transformers.MarianMTModel(config).eval()
+
+    torch.manual_seed(0)
+    real = marian()
+    real.save_pretrained(tmp_path)
+    with torch.device(device):
+        module = marian()
+    ids = torch.randint(1, 37, (2, 7))
+    of = dict.fromkeys(("input_ids", "decoder_input_ids"), ids.to(device))
+    converted = tb.convert(module, **of, train=False)
+    state = tb.restore(tmp_path, converted, None, fz.Plan(data=1))
+    given = dict.fromkeys(of, ids.numpy())
+    run = jax.jit(lambda p, b: converted.apply(p, b, **given).output.logits)
+    want = real(input_ids=ids, decoder_input_ids=ids).logits.detach().numpy()
+    np.testing.assert_allclose(run(state.params, state.buffers), want, atol=1e-5)
+
+
 def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
     converted = tb.convert(on_meta(), torch.zeros((2, 3), device="meta"))
     model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))

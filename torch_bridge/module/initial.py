@@ -175,8 +175,8 @@ def read_initial(
     """
     named, values = named_tensors(module), _given(layout, given or {})
     missing = {leaf.name for leaf in layout.leaves if named[leaf.name].is_meta} - {*values}
-    wanted = {leaf.name for leaf in layout.leaves if not leaf.persistent} & missing
-    values |= recomputed_buffers(module, wanted) if wanted else {}
+    left_out = {x.name for x in layout.leaves if x.computed or not x.persistent} & missing
+    values |= recomputed(module, left_out) if left_out else {}
     params: Values = {}
     buffers: Values = {}
     for leaf in layout.leaves:
@@ -214,26 +214,26 @@ def _given(layout: Layout, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def recomputed_buffers(module: torch.nn.Module, wanted: set[str]) -> dict[str, torch.Tensor]:
-    """Buffers of a module on the `meta` device that its own library computes when it loads one.
+def recomputed(module: torch.nn.Module, wanted: set[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a module on the `meta` device that its own library computes when it loads one.
 
     transformers leaves rotary frequencies, positions and the like out of its files, and has each
-    class compute them in `_init_weights`. That runs here on a copy of the submodule, whose buffers
+    class compute them in `_init_weights`. That runs here on a copy of the submodule, in which they
     are on the CPU, twice with other contents: what comes out equal was computed.
 
     Args:
         module: the module.
-        wanted: names of buffers.
+        wanted: names of buffers and parameters.
     """
     found: dict[str, torch.Tensor] = {}
     for path, child, initialise in _submodules(module, "", None):
-        names = {n: f"{path}.{n}" if path else n for n in child._buffers}
-        if initialise is None or wanted.isdisjoint(names.values()):
+        own = (*child._buffers, *child._parameters)
+        names = {n: full for n in own if (full := f"{path}.{n}" if path else n) in wanted}
+        if initialise is None or not names:
             continue
-        first, second = (_initialised(child, initialise, fill) for fill in (0, 1))
+        first, second = (_initialised(child, initialise, fill, names) for fill in (0, 1))
         for name, full in names.items():
-            same = name in first and name in second and torch.equal(first[name], second[name])
-            if full in wanted and same:
+            if name in first and name in second and torch.equal(first[name], second[name]):
                 found[full] = first[name]
     return found
 
@@ -253,22 +253,25 @@ def _submodules(
 
 
 def _initialised(
-    child: torch.nn.Module, initialise: Initialise, fill: int
+    child: torch.nn.Module, initialise: Initialise, fill: int, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """A submodule's own buffers after its initialisation; empty if that failed."""
+    """Some of a submodule's own tensors after its initialisation; empty if that failed."""
     memo: dict[int, Any] = {}
     for tensor in (*child.parameters(), *child.buffers()):
         memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    for buffer in child._buffers.values():
-        if buffer is not None:
-            memo[id(buffer)] = torch.full_like(buffer, fill, device="cpu")
+    for name, own in (*child._buffers.items(), *child._parameters.items()):
+        if own is not None and (name in names or name in child._buffers):
+            made = torch.full_like(own, fill, device="cpu", requires_grad=False)
+            is_param = isinstance(own, torch.nn.Parameter)
+            memo[id(own)] = torch.nn.Parameter(made, False) if is_param else made
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
-            made = copy.deepcopy(child, memo)
-            initialise(made)
+            again = copy.deepcopy(child, memo)
+            initialise(again)
     except Exception:  # whatever a library's own code raises: the buffer is refused by name then
         return {}
-    return {n: b for n, b in made._buffers.items() if b is not None and not b.is_meta}
+    after = {**again._buffers, **again._parameters}
+    return {n: x.detach() for n in names if (x := after.get(n)) is not None and not x.is_meta}
 
 
 def _held(name: str, tensor: torch.Tensor) -> np.dtype[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import itertools
 import weakref
@@ -38,6 +39,7 @@ class Leaf:
     persistent: bool
     frozen: bool
     dense: Dense | None = None  # what it stands for, where it is in blocks of few bits
+    computed: bool = False  # its library leaves it out of files, and computes it
 
     @property
     def name(self) -> str:
@@ -47,6 +49,11 @@ class Leaf:
     def cut(self) -> tuple[slice, ...]:
         """Of what is kept for it the part without padding."""
         return tuple(slice(n) for n in self.shape)
+
+    @property
+    def expected(self) -> bool:
+        """Whether every file has it."""
+        return self.persistent and not self.computed and not self.counts_batches
 
     @property
     def counts_batches(self) -> bool:
@@ -118,15 +125,18 @@ def read_layout(module: torch.nn.Module) -> Layout:
             )
     order = tuple(name for name in state if name in named)
     names = [*order, *(name for name in named if name not in state)]
-    groups: dict[Any, list[str]] = {}
+    by_memory: dict[Any, list[str]] = {}
     for name in names:
-        groups.setdefault(identity(named[name]), []).append(name)
-    _refuse_overlaps({tuple(group): named[group[0]] for group in groups.values()})
-    tied = _hf_tied_patterns(module)
+        by_memory.setdefault(identity(named[name]), []).append(name)
+    _refuse_overlaps({tuple(own): named[own[0]] for own in by_memory.values()})
+    tied, computed = _hf_tied_patterns(module), _hf_computed(module)
     dense = {id(m.weight): m.dense for m in module.modules() if isinstance(m, QuantizedLinear)}
     leaves = tuple(
-        _leaf(tuple(group), named[group[0]], state, tied, dense.get(id(named[group[0]])))
-        for group in groups.values()
+        dataclasses.replace(
+            _leaf(tuple(own), named[own[0]], state, tied, dense.get(id(named[own[0]]))),
+            computed=not computed.isdisjoint(own),
+        )
+        for own in by_memory.values()
     )
     written += tuple(
         name
@@ -269,3 +279,12 @@ def _hf_tied_patterns(module: torch.nn.Module) -> tuple[str, ...]:
     """Names that transformers itself leaves out of a file, because it ties them after loading."""
     keys: Any = getattr(module, "_tied_weights_keys", None)
     return tuple(str(k) for k in keys) if isinstance(keys, dict | list | tuple) else ()
+
+
+def _hf_computed(module: torch.nn.Module) -> set[str]:
+    """Names that transformers leaves out of files, as it computes them: sinusoidal positions."""
+    return {
+        f"{path}.{key}" if path else str(key)
+        for path, child in module.named_modules()
+        for key in getattr(child, "_keys_to_ignore_on_save", None) or ()
+    }
