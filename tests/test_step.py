@@ -255,6 +255,21 @@ class TestCompilation:
         assert [one.num_traces for one in (step, evaluate, add)] == traces
         assert not compiles
 
+    @pytest.mark.parametrize("options", [{}, {"tiers": {"opt_state": "host"}}], ids=str)
+    def test_what_an_optimizer_holds_of_a_consumed_state_is_named(self, options):
+        """The first trace reads it before it is consumed; the next one, of other rows, after."""
+        model, plan = tiny.regression(), tiny.plan(zero=1, **options)
+        state = fz.init(model, SGD, plan)
+        begun = state.params
+        decay = optax.stateless(
+            lambda g, p: jax.tree.map(lambda g, p, b: g + 0.1 * (p - b), g, p, begun)
+        )
+        step = fz.train_step(model, optax.chain(decay, SGD), plan)
+        state = fz.init(model, optax.chain(decay, SGD), plan).replace(params=begun)
+        state, _ = step(state, tiny.points(16))
+        with pytest.raises(fz.StateConsumedError, match=r"a closure over state\.params"):
+            step(state, tiny.points(32))
+
     def test_another_number_of_rows_compiles_once_more(self):
         model, plan = tiny.regression(), tiny.plan(zero=1)
         state, step = fz.init(model, SGD, plan), fz.train_step(model, SGD, plan)

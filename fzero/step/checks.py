@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from fzero.batch import Inputs, check_batch
 from fzero.compat import switch, why_no_empty
-from fzero.errors import PlanError, StateError
+from fzero.errors import PlanError, StateConsumedError, StateError
 from fzero.hosts.activity import Steps, doing
 from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
@@ -170,6 +170,7 @@ class Checks:
         Raises:
             HostsError: before the first time, if other processes would run something else.
             StateError: `jax.disable_jit` is on.
+            StateConsumedError: what the step reads from elsewhere is a consumed state's.
         """
         step = None
         if watch() is not None:
@@ -180,8 +181,18 @@ class Checks:
                 self._compared = True
             if apply:
                 step = self._steps.number(state.step)
-        with doing(self.name, step), program_runs(self.name), with_batch(batch):
-            yield
+        try:
+            with doing(self.name, step), program_runs(self.name), with_batch(batch):
+                yield
+        except RuntimeError as error:
+            if "Array has been deleted" not in str(error):
+                raise
+            raise StateConsumedError(
+                f"{self.name}: the model, the optimizer or the batch has an array of a state that"
+                " was given to a step, which reused its memory (a closure over state.params, say)."
+                " Keep a copy, jax.tree.map(np.array, state.params), or build the steps with"
+                " donate=False"
+            ) from error
 
     def rows(self, batch: PyTree) -> None:
         """Raises `BatchError` if a batch is none; any number of rows will do."""
