@@ -64,6 +64,16 @@ def test_a_tensor_that_shares_what_a_forward_counts_in_is_refused(
     assert not module.kept[0].any()
 
 
+@torch.no_grad()
+def added_without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.add_(1)
+
+
+@torch.no_grad()
+def made_without_gradient(memory: Any) -> torch.Tensor:
+    return torch.from_numpy(memory).add_(1)
+
+
 class Writes(nn.Module):
     """Adds to a tensor that it makes of an array."""
 
@@ -81,11 +91,13 @@ class Writes(nn.Module):
         (lambda m: torch.from_numpy(m.memory), floats()),
         (lambda m: torch.as_tensor(m.memory[1:2]), floats()),
         (lambda m: torch.frombuffer(m.memory, dtype=torch.uint8), bytearray(6)),
+        (lambda m: 1 * added_without_gradient(torch.from_numpy(m.memory)), floats()),
+        (lambda m: 1 * made_without_gradient(m.memory), floats()),
     ],
-    ids=["numpy", "view", "bytearray"],
+    ids=["numpy", "view", "bytearray", "no_grad", "all in no_grad"],
 )
 def test_a_write_through_a_tensor_into_an_array_is_refused(read: Any, memory: Any) -> None:
-    said = r"writes through a tensor into the array memory.*\n  at: .*, in forward"
+    said = r"writes through a tensor into the array memory.*\n  at: .*, in (forward|\w+_without)"
     with pytest.raises(ConversionError, match=said):
         tb.convert(Writes(read, memory), X)
     assert not any(memory)

@@ -51,7 +51,8 @@ from torch_bridge.export.watch.constants import (
     refuse_without_values,
     refuse_written_copies,
 )
-from torch_bridge.export.watch.copies import noted_copies
+from torch_bridge.export.watch.copies import Copies, noted_copies
+from torch_bridge.export.watch.counts import Memory
 from torch_bridge.export.watch.draws import Draws, set_draws
 from torch_bridge.export.watch.forward import (
     PythonState,
@@ -143,7 +144,7 @@ def export_program(
     inputs, mode = _apart(args, kwargs), _mode(train)
     with untouched(module, train), quiet():
         trace = _export_pure(module, inputs, mode, (batch_dim, free), check)
-        return _tidied(module, trace.program, mode)
+        return _tidied(module, trace, mode)
 
 
 @quiet()  # what both say is said once
@@ -188,7 +189,7 @@ def export_both(
 
     def tidied(train: bool) -> ExportedProgram:
         with untouched(module, train), quiet():
-            return _tidied(module, traces[train].program, _mode(train))
+            return _tidied(module, traces[train], _mode(train))
 
     if alike:
         return dict.fromkeys((True, False), tidied(True))
@@ -215,11 +216,13 @@ def _mode(train: bool) -> str:
     return "train" if train else "eval"
 
 
-def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> ExportedProgram:
+def _tidied(module: torch.nn.Module, trace: _Trace, mode: str) -> ExportedProgram:
     """The program as it is lowered: in place of what writes, what gives a value; decomposed."""
+    program = trace.program
     refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
     refuse_detached_writes(program)
     inline_no_grad(program)
+    refuse_written_copies(program, trace.copies, trace.arrays)
     say_default_dtype(program.graph_module)
     tidy_slices(program.graph_module)
     remove_hidden_aliases(program.graph_module)
@@ -236,11 +239,16 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
 
 @dataclass(frozen=True)
 class _Trace:
-    """What a forward was traced as, the sizes that are free, and whether a second call agreed."""
+    """What a forward was traced as, the sizes that are free, and whether a second call agreed.
+
+    Beside it the copies that stood in for arrays, and the arrays that the forward leads to.
+    """
 
     program: ExportedProgram
     dynamic: str
     checked: bool
+    copies: Copies
+    arrays: Mapping[str, Memory]
 
 
 def _export_pure(
@@ -268,10 +276,10 @@ def _export_pure(
         before.require_no_more_tensors(after)
         tensors = (*module.named_parameters(), *module.named_buffers())
         refuse_shared(before.written(after), tensors, mode)
-        refuse_written_copies(program, copies, before.arrays)
         changed, drew = before.changed(after), before.drew_numbers(after)
         counts = before.moved(after) or before.leaves(after)
-        trace = _Trace(program, dynamic, bool(check or changed or drew or counts))
+        checked = bool(check or changed or drew or counts)
+        trace = _Trace(program, dynamic, checked, copies, before.arrays)
         if trace.checked:
             after.put(module, changed)
             try:
