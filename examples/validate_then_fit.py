@@ -247,7 +247,9 @@ def check_both_uses_get_gradients():
     module(torch.from_numpy(x)).sum().backward()
     expected = {name: p.grad.numpy().tobytes() for name, p in module.named_parameters()}
     twice = tb.convert(module, torch.zeros(2, 8))
-    twice = twice.model(lambda forward, batch: fz.Mean(jnp.sum(forward(batch)), jnp.float32(1)))
+    twice = twice.model(
+        lambda forward, batch: fz.Mean(jnp.sum(forward(batch)), jnp.float32(len(batch)))
+    )
     for zero in STAGES:
         plan = plan_of(zero)
         state, _ = fz.accumulate_step(twice, TX, plan)(fz.init(twice, TX, plan), x)
