@@ -175,7 +175,7 @@ def cases(op: Any) -> Iterator[Case]:
     torch.manual_seed(0)
     with mock.patch.object(database, "wrapper_set_seed", operators._unseeded):
         learns = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
-        made = op.sample_inputs("cpu", torch.float32, requires_grad=learns)
+        made = operators.samples_of(op, torch.float32, learns)
         for sample in itertools.islice(made, SAMPLES):
 
             def function(*args: Any, sample: Any = sample, **kwargs: Any) -> Any:
