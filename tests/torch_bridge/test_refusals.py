@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,6 +120,12 @@ def test_arguments_in_a_tuple_are_told_apart() -> None:
     """As `torch.export.export` takes them."""
     with pytest.raises(ConversionError, match=r"come one by one: tb\.convert\(module, \*example\)"):
         tb.convert(nn.Linear(4, 4), (X,))
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+def test_what_a_tokenizer_returns_is_unpacked(kind: Callable[..., Any]) -> None:
+    with pytest.raises(ConversionError, match=r"tb\.convert\(module, \*\*example\)"):
+        tb.convert(nn.Linear(4, 4), kind(input=X))
 
 
 class NoSuchDim(nn.Linear):

@@ -32,7 +32,7 @@ from torch_bridge.export.graph.in_place import (
 from torch_bridge.export.graph.no_grad import inline_no_grad, refuse_detached_writes
 from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
-from torch_bridge.export.remedies import remedy_of_trace
+from torch_bridge.export.remedies import remedy_of_example, remedy_of_trace
 from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
@@ -485,8 +485,8 @@ def _explain(
     cause = lines[0] if lines else type(error).__name__
     cause = cause.partition(" If this type holds tensors")[0]  # how to tell PyTorch of a type
     hint = remedy_of_trace(str(error), failing_call(error))
-    if args and len(args) == 1 and isinstance(args[0], tuple):  # as torch.export.export takes them
-        hint += " Arguments of the example come one by one: tb.convert(module, *example)."
+    if args is not None and (given := remedy_of_example(args)):
+        hint += f" {given}"
     elif mode == "train" and "dtypes" not in hint:  # it may draw, or check values, as eval does not
         hint += " For a model that is only evaluated: tb.convert(..., train=False)."
     said = f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint.strip()}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 _OF_FIXED_SIZE = (
@@ -162,6 +164,18 @@ def remedy_of_values(function: str) -> str:
     """What to do about an operator whose result's size depends on values."""
     read = "_local_scalar_dense" in function
     return remedy(function) or (_PLACES if read else _VALUES)
+
+
+def remedy_of_example(args: Sequence[Any]) -> str:
+    """How an example is given, where it is one object; empty where it is several."""
+    if len(args) == 1 and isinstance(args[0], tuple):  # as torch.export.export takes them
+        return "Arguments of the example come one by one: tb.convert(module, *example)."
+    if len(args) == 1 and isinstance(args[0], Mapping):  # as a tokenizer returns them
+        return (
+            "The example is one argument, a mapping. Where its keys name those of the forward:"
+            " tb.convert(module, **example)."
+        )
+    return ""
 
 
 def remedy_of_trace(text: str, called: str | None) -> str:
