@@ -167,6 +167,20 @@ def test_a_count_of_rows_is_seen_beside_values_that_are_no_rows():
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_a_count_of_rows_is_seen_beside_an_array_that_is_no_rows():
+    """Which leaves are rows, a loss is not told; by name the other one comes first."""
+
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        total = jnp.mean(batch["x"] @ p["w"]) * jnp.mean(batch["classes"])
+        return total, {"seen": buffers["seen"] + (batch["x"].shape[0] if train else 0)}, {}
+
+    model = fz.Model(lambda key: (_weights(key), {"seen": jnp.int32(0)}), loss)
+    plan = tiny.plan(zero=0, data=2)
+    batch = {"classes": fz.Shared(np.ones(7, np.float32)), **BATCH}
+    with pytest.raises(fz.StateError, match=r"buffers/seen \(int32\) changes .*'sum'"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
+
+
 def test_what_takes_one_number_of_rows_or_counts_none_is_not_asked():
     """The reshape fails for any other number of rows."""
     plan = tiny.plan(zero=0, data=2)

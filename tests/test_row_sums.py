@@ -307,6 +307,18 @@ def test_a_chain_in_a_pipeline_is_looked_at_as_a_whole(right):
         tiny.close(fz.logical(model, state, plan), want, rtol=1e-4, atol=1e-5)
 
 
+def test_ranks_with_different_numbers_of_layers_change_nothing_of_it():
+    chain = [
+        fz.Layer("first", None, lambda p, batch, ctx: batch["x"]),
+        fz.Stack("layers", 3, lambda key: {"w": jnp.eye(12)}, lambda p, x, ctx: x @ p["w"]),
+        fz.Layer("last", None, lambda p, x, ctx: jnp.sum(x)),
+    ]
+    model, plan = fz.Sequential(chain), tiny.plan(pipe=2, data=2)
+    with said("sum over rows, of which a mean"):
+        state = fz.init(model, TX, plan, devices=jax.devices()[:4])
+        fz.eval_step(model, plan, devices=jax.devices()[:4])(state, BATCH)
+
+
 def test_rows_are_those_of_the_batch_in_its_order():
     def loss(p, batch):
         every = fz.all_rows({"i": batch["i"], "flag": batch["i"] > 3})

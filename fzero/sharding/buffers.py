@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,9 +140,8 @@ def _following(run: Any, own: tuple[Any, ...], buffers: PyTree) -> list[bool]:
     """Which new buffers follow what a device has of its own: its values, or how many rows."""
     num_own = len(jax.tree.leaves(own))
 
-    def twice(own: Any, buffers: PyTree) -> PyTree:
+    def twice(rows: int, own: Any, buffers: PyTree) -> PyTree:
         params, x, batch, rng = own
-        rows = next((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), None)
         x, batch = jax.tree.map(
             lambda leaf: jnp.concatenate([leaf, leaf]) if np.shape(leaf)[:1] == (rows,) else leaf,
             (x, batch),
@@ -150,14 +150,17 @@ def _following(run: Any, own: tuple[Any, ...], buffers: PyTree) -> list[bool]:
 
     program = _traced(run, own, buffers)
     differing = _differing(program, num_own)
-    try:
-        more = _traced(twice, own, buffers)
-    except Exception:  # the layer takes this many rows and no other number
-        return differing
-    return [
-        differs or _of_buffers(program, i, num_own) != _of_buffers(more, i, num_own)
-        for i, differs in enumerate(differing)
-    ]
+    # Which leaves of a batch are rows, and which `fz.Shared`, no layer is told.
+    for rows in {np.shape(leaf)[0] for leaf in jax.tree.leaves(own[2]) if np.ndim(leaf)}:
+        try:
+            more = _traced(partial(twice, rows), own, buffers)
+        except Exception:  # the layer takes this many and no other number
+            continue
+        differing = [
+            differs or _of_buffers(program, i, num_own) != _of_buffers(more, i, num_own)
+            for i, differs in enumerate(differing)
+        ]
+    return differing
 
 
 def _traced(function: Any, own: tuple[Any, ...], buffers: PyTree) -> Program:

@@ -117,7 +117,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
 def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[tuple[str, str]]:
     """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
     row_shapes, shared = jax.tree.leaves(batch.rows), jax.tree.leaves(batch.shared)
-    shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
+    shapes = initial_shapes(blue.model), shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
     traced = _traced(blue, batch, train, rows, every)
     if traced is None:
@@ -187,7 +187,8 @@ def _traced(
 ) -> tuple[Program, list[str]] | None:
     """Loss and metrics as a program of so many rows, if it takes them, and what it gives."""
     model, plan = blue.model, blue.plan
-    params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
+    own, buffers = initial_shapes(model)  # of a pipeline's layers without the rows that fill up
+    params = map_splits(lambda s, x: jax.ShapeDtypeStruct(x.shape, s.compute), blue.params, own)
 
     def of_rows(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
@@ -200,7 +201,7 @@ def _traced(
         return {"": out, **metrics}
 
     key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
-    given = shapes_of(batch.map_rows(of_rows).at(None)), params, initial_shapes(model)[1], key, step
+    given = shapes_of(batch.map_rows(of_rows).at(None)), params, buffers, key, step
     try:
         with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
             closed, given_back = jax.make_jaxpr(total, return_shape=True)(*given)
