@@ -1,6 +1,7 @@
 """Leaves that a user put into a state by hand: what does not fit is refused by name."""
 
 import copy
+import dataclasses
 import pickle
 
 import jax
@@ -169,3 +170,30 @@ def test_values_move_within_a_leaf_where_nothing_is_filled_up():
     back = fz.replan(turned, model, None, flat, plan, devices=DEVICES)
     found = fz.logical(model, back, plan)["blocks"]["w"]
     assert found[:, 0, 0].tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 1, "data": 4}, {"zero": 3, "data": 8},
+     {"zero": 1, "data": 4, "tiers": {"opt_state": "host"}, "update_on": "host"},
+     {"pipe": 2, "data": 2, "microbatches": 2, "partition": (2, 2)}],
+    ids=["a shard of each leaf", "stage 3", "on the host", "a pipeline"],
+)  # fmt: skip
+def test_what_an_edit_of_sums_writes_where_nothing_lies_is_not_counted(options):
+    """Of leaves that are filled up; the norm clips all others."""
+    chain = [fz.Layer("first", None, lambda p, batch, ctx: batch["x"]),
+             fz.Stack("blocks", 3, tiny.block_init, tiny.block)]  # fmt: skip
+    uneven = fz.Sequential(chain, loss=lambda x, batch: jnp.mean(x**2))
+    model = uneven if "pipe" in options else MODEL
+    found = []
+    for plan in (fz.Plan(zero=0, data=1, clip_norm=0.1), tiny.plan(clip_norm=0.1, **options)):
+        devices = jax.devices()[: plan.data * plan.pipe]
+        about = (model, optax.adam(1e-2), plan)
+        state, _ = fz.accumulate_step(*about, devices=devices)(
+            fz.init(*about, devices=devices), tiny.points()
+        )
+        noise = jax.tree.map(lambda x: x + 0.2 * float(state.grads.count), state.grads.sums)
+        state = state.replace(grads=dataclasses.replace(state.grads, sums=noise))
+        state, metrics = fz.train_step(*about, devices=devices)(state, tiny.points())
+        found.append((fz.logical(model, state, plan), metrics["grad_norm"]))
+    tiny.close(*found, rtol=1e-4)  # another order of sums

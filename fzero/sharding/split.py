@@ -185,6 +185,14 @@ class Split:
             return leaf
         return jnp.pad(leaf, [(0, self.pad if d == dim else 0) for d in range(leaf.ndim)])
 
+    def emptied(self, leaf: jax.Array) -> jax.Array:
+        """A stored leaf with zeros as its padding, whatever an edit has put there."""
+        if not self.pad or leaf.shape != self.stored_shape:
+            return leaf
+        assert self.dim is not None
+        own = jax.lax.broadcasted_iota(np.int32, leaf.shape, self.dim) < self.shape[self.dim]
+        return jnp.where(own, leaf, jnp.zeros((), leaf.dtype))
+
     def logical(self, leaf: jax.Array, dim: int | None = None) -> jax.Array:
         """Cuts the padding off a whole leaf, or off one layer of it, whose split dim is `dim`."""
         dim = self.dim if dim is None else dim

@@ -40,8 +40,9 @@ class Fused:
         self.update = Update(passes.blueprint, passes.rules().fence)
         shapes = jax.tree.leaves(passes.blueprint.shapes()) if donate else ()
         self._given_shapes = {(leaf.shape, leaf.dtype) for leaf in shapes}
+        self.donate = donate
         donated = (0,) if donate else ()
-        self.program = compiled(passes.blueprint, self.step, donate_argnums=donated)
+        self.program = compiled(passes.blueprint, self._run, donate_argnums=donated)
 
     def step(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """New fields of the state, and metrics: the pure function."""
@@ -53,8 +54,27 @@ class Fused:
 
     def __call__(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs the program."""
-        new: tuple[Values, Metrics] = self.program(fields, at, self._own(batch, fields))
+        kept, used = self._apart(fields)
+        new: tuple[Values, Metrics] = self.program(kept, used, at, self._own(batch, fields))
+        if self.donate:
+            for leaf in jax.tree.leaves(used):
+                leaf.delete()
         return new
+
+    def lower(self, fields: Values, at: StepAndKey, batch: Inputs) -> Any:
+        """The program, lowered for arrays or shapes."""
+        return self.program.lower(*self._apart(fields), at, batch)
+
+    def _run(
+        self, kept: Values, used: Values, at: StepAndKey, batch: Inputs
+    ) -> tuple[Values, Metrics]:
+        return self.step({**kept, **used}, at, batch)
+
+    def _apart(self, fields: Values) -> tuple[Values, Values]:
+        """Fields in whose memory new ones may lie, and sums that an update uses up: jax warns where
+        nothing takes the place of what is donated."""
+        used = {"grads": fields["grads"]} if self.apply else {}
+        return {**fields, **dict.fromkeys(used)}, used
 
     def _own(self, batch: Inputs, fields: Values) -> Inputs:
         """The batch, without memory that the program gives away: a state's own average, say, as

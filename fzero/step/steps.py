@@ -230,7 +230,7 @@ class TrainStep(_Step):
             raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, self.plan.microbatches)
         placed = abstract_batch(batch, self.blueprint.mesh).at(None)
-        return self.runner.program.lower(*self._arguments(state), placed)
+        return self.runner.lower(*self._arguments(state), placed)
 
     @property
     def stream(self) -> StreamedFunction | None:

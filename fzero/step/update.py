@@ -92,7 +92,7 @@ class Update:
         """Sums and mean with those of an accumulation in progress, and the metrics so far."""
         sums, mean = gradients.sums, gradients.mean
         if pending is not None:
-            sums = added(pending.sums, sums)
+            sums = added(map_splits(Split.emptied, self.splits, pending.sums), sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
         return gradients._replace(sums=sums, mean=mean), metrics_of(mean, gradients.own)
 
