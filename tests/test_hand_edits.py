@@ -192,8 +192,9 @@ def test_what_an_edit_of_sums_writes_where_nothing_lies_is_not_counted(options):
         state, _ = fz.accumulate_step(*about, devices=devices)(
             fz.init(*about, devices=devices), tiny.points()
         )
-        noise = jax.tree.map(lambda x: x + 0.2 * float(state.grads.count), state.grads.sums)
-        state = state.replace(grads=dataclasses.replace(state.grads, sums=noise))
+        noise = 0.2 * float(state.grads.count)
+        noisy = jax.tree.map(lambda x, noise=noise: x + noise, state.grads.sums)
+        state = state.replace(grads=dataclasses.replace(state.grads, sums=noisy))
         state, metrics = fz.train_step(*about, devices=devices)(state, tiny.points())
         found.append((fz.logical(model, state, plan), metrics["grad_norm"]))
     tiny.close(*found, rtol=1e-4)  # another order of sums
