@@ -264,7 +264,9 @@ def test_sums_are_used_up_without_a_warning_of_jaxs(recwarn):
     """On one device it tells of what is donated and becomes nothing; they are gone all the same."""
     model, plan, tx = tiny.regression(), tiny.plan(data=1), optax.adam(1e-2)
     one = {"devices": jax.devices()[:1]}
-    state, _ = fz.accumulate_step(model, tx, plan, **one)(fz.init(model, tx, plan, **one), tiny.points())
+    state, _ = fz.accumulate_step(model, tx, plan, **one)(
+        fz.init(model, tx, plan, **one), tiny.points()
+    )
     fz.train_step(model, tx, plan, **one)(state, tiny.points())
     assert not [str(w.message) for w in recwarn if "donated" in str(w.message)]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.grads))
