@@ -324,9 +324,14 @@ def _optimizer(
     folder: Path, moments: dict[str, dict[str, Any]], chunks: _Chunks, rest: Entries
 ) -> Optimizer | str | None:
     wanted = {"step", *MOMENTS}
+    # An optimizer may have any name: it is what has groups of parameters.
+    stems = {name.partition("param_groups.")[0] for name, _ in rest.values()
+             if "param_groups." in name}  # fmt: skip
+    states = tuple(f"{stem}state." for stem in stems)
     more = [
         name for name, lazy in rest.values()
-        if lazy is not None and _OPTIMIZER.match(name) and "param_groups." not in name
+        if lazy is not None and (_OPTIMIZER.match(name) or name.startswith(states))
+        and "param_groups." not in name
     ]  # fmt: skip
     if more:
         return f"{folder.name}: expected Adam's state alone, got {more[:3]} ({len(more)} in all)"
