@@ -113,12 +113,14 @@ def chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
 
 
 def chain_forward(
-    chain: Sequence[Layer | Stack], **about: Any
+    chain: Sequence[Layer | Stack], run_stack: Callable[..., Any] | None = None, **about: Any
 ) -> Callable[..., tuple[Any, PyTree]]:
     """A chain as one function on whole parameters: `(output, new buffers)`.
 
     Args:
         chain: its links.
+        run_stack: what is done with a stack, its params, input, context and number: all of its
+            layers are run, one after the other, where it is not said (or `first_of_stack`).
         about: what else their `Context` says, such as `dtype`.
     """
     pieces = whole_chain(chain)
@@ -132,7 +134,7 @@ def chain_forward(
             weights = layer_params(layer, params)
             ctx = Context(batch, rng, train, state, step=step, **about)
             if isinstance(layer, Stack):
-                return _scan_stack(layer, weights, x, ctx, piece.number)
+                return (run_stack or _scan_stack)(layer, weights, x, ctx, piece.number)
             return apply_layer(layer, weights, x, {}, ctx.at(piece.number))
 
         return run_chain(pieces, batch, buffers, run_piece)
@@ -165,4 +167,14 @@ def _scan_stack(
         return apply_layer(stack, weights, carry, shared, ctx.at(number + index, state))
 
     carry, new = jax.lax.scan(body, carry, (params, ctx.buffers, jnp.arange(stack.num)))
+    return ({**carry, **shared} if shared else carry), new
+
+
+def first_of_stack(
+    stack: Stack, params: PyTree, x: Any, ctx: Context, number: int
+) -> tuple[Any, PyTree]:
+    """The first layer alone, and its new buffers."""
+    carry, shared = split_shared(stack, x)
+    weights, state = jax.tree.map(lambda leaf: leaf[0], (params, ctx.buffers))
+    carry, new = apply_layer(stack, weights, carry, shared, ctx.at(number, state))
     return ({**carry, **shared} if shared else carry), new

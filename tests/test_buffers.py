@@ -181,6 +181,44 @@ def test_a_count_of_rows_is_seen_beside_an_array_that_is_no_rows():
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("enters", "counts"),
+    [
+        (lambda x: jnp.tile(x, (3, 1)), lambda x: x.shape[0]),
+        (lambda x: jnp.stack([x] * 3), lambda x: x.shape[1]),
+        (lambda x: x, lambda x: 1),
+    ],
+    ids=["flattened", "time first", "a step"],
+)
+def test_a_count_of_rows_is_seen_wherever_they_are(enters, counts, stacked):
+    """A layer is given tokens of all rows in one dim, or rows in another than the first."""
+
+    def count(p: Any, x: Any, ctx: Any) -> Any:
+        return x * p["gain"], {"seen": ctx.buffers["seen"] + counts(x)}
+
+    def init(key: Any) -> Any:
+        return {"gain": jnp.ones(())}, {"seen": jnp.int32(0)}
+
+    of = fz.Stack("count", 3, init, count, stateful=True)
+    model = fz.Sequential(
+        [
+            fz.Layer("in", _weights, lambda p, x, ctx: enters(x["x"] @ p["w"])),
+            of if stacked else fz.Layer("count", init, count, stateful=True),
+        ],
+        loss=lambda x, batch: jnp.mean(x),
+    )
+    for plan in (tiny.plan(zero=0, data=2), tiny.plan(data=2, pipe=2, microbatches=1)):
+        state = fz.init(model, TX, plan)
+        step = fz.train_step(model, TX, plan)
+        if counts(jnp.ones((2, 2))) == 1:
+            state, _ = step(state, BATCH)
+            assert np.max(state.buffers["count"]["seen"]) == 1
+            continue
+        with pytest.raises(fz.StateError, match=r"buffers/count/seen \(int32\) changes .*'sum'"):
+            step(state, BATCH)
+
+
 def test_what_takes_one_number_of_rows_or_counts_none_is_not_asked():
     """The reshape fails for any other number of rows."""
     plan = tiny.plan(zero=0, data=2)

@@ -10,7 +10,7 @@ that a device has), or the model says how (`buffer_reduce`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,10 +103,7 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
     """
     if not (layer.stateful and ctx.train):
         return
-    unknown = [
-        (name, leaf) for name, leaf in named_leaves(ctx.buffers)
-        if not has_mean(leaf) and declared_reduction(layer, name) in (None, "mean")
-    ]  # fmt: skip
+    unknown = undeclared(layer, ctx.buffers)
     if not unknown:
         return
 
@@ -122,18 +119,31 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
     told = dict(unknown)
     for name, differs in zip(names, _following(run, own, ctx.buffers), strict=True):
         if differs and name in told:
-            where = f"{layer.name}/" if layer.name else ""
-            said = declared_reduction(layer, name)
-            truth = told[name].dtype == jnp.bool_
-            one = "'max'} (true where it is on any device)" if truth else "'sum'} (what each adds)"
-            raise StateError(
-                f"loss: buffers/{where}{name} ({told[name].dtype}) changes with the batch, so that"
-                " each device has a value of its own"
-                + (f", of which there is no {said}" if said else "")
-                + f". Say how they become one: buffer_reduce={{{name!r}: {one},"
-                + ("" if truth else " 'max',")
-                + " or 'same' where all have the same value after all"
-            )
+            raise not_told(layer, name, told[name])
+
+
+def undeclared(layer: Layer | Stack, buffers: PyTree) -> list[tuple[str, Any]]:
+    """A layer's buffers that have no mean, and of which nothing else is said."""
+    return [
+        (name, leaf) for name, leaf in named_leaves(buffers)
+        if not has_mean(leaf) and declared_reduction(layer, name) in (None, "mean")
+    ]  # fmt: skip
+
+
+def not_told(layer: Layer | Stack, name: str, leaf: Any) -> StateError:
+    """What is said of a buffer of which each device has a value of its own."""
+    where = f"{layer.name}/" if layer.name else ""
+    said = declared_reduction(layer, name)
+    truth = leaf.dtype == jnp.bool_
+    one = "'max'} (true where it is on any device)" if truth else "'sum'} (what each adds)"
+    return StateError(
+        f"loss: buffers/{where}{name} ({leaf.dtype}) changes with the batch, so that"
+        " each device has a value of its own"
+        + (f", of which there is no {said}" if said else "")
+        + f". Say how they become one: buffer_reduce={{{name!r}: {one},"
+        + ("" if truth else " 'max',")
+        + " or 'same' where all have the same value after all"
+    )
 
 
 def _following(run: Any, own: tuple[Any, ...], buffers: PyTree) -> list[bool]:
@@ -184,13 +194,18 @@ def _differing(program: Program, num_own: int) -> list[bool]:
 
 
 def _of_buffers(program: Program, index: int, num_own: int) -> str | None:
+    return follows_from(program, program.outputs[index], program.inputs[num_own:])
+
+
+def follows_from(program: Program, out: Any, buffers: Sequence[Var]) -> str | None:
     """How a result follows from buffers and from what devices agreed on; None: not from these."""
     agreed = [var for op in program.ops if _agrees(op) for var in op.results]
     # (What a layer closes over may be traced around it.)
     outer = [var for var, x in program.consts.items() if isinstance(x, jax.core.Tracer)]
-    out, given = program.outputs[index], [*program.inputs[num_own:], *agreed, *outer]
+    given = [*buffers, *agreed, *outer]
     ops = [program.ops[i] for i in sorted(needed(program.ops, [out], set(agreed)))]
-    if not {*program.inputs[:num_own]}.isdisjoint(var for op in ops for var in op.reads()):
+    own = {*program.inputs}.difference(buffers)
+    if not own.isdisjoint([out, *(var for op in ops for var in op.reads())]):
         return None
 
     def follow(*values: Any) -> Any:

@@ -27,6 +27,7 @@ from fzero.programs.partitioner_faults import checked, checked_where_differentia
 from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.step.row_buffers import require_counts_told
 from fzero.step.row_sums import warn_of_rows_together
 from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
@@ -91,6 +92,7 @@ class OneProgram:
         """
         rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+        require_counts_told(self.blueprint, batch)
         warn_of_rows_together(self.blueprint, batch, True)
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
@@ -249,6 +251,7 @@ class Pipeline:
     @one_trace()
     def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """As `OneProgram.gradients`."""
+        require_counts_told(self.blueprint, batch)
         warn_of_rows_together(self.blueprint, batch, True)
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(

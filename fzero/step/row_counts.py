@@ -78,7 +78,7 @@ class Growth:
             return 0
         if given.size > 1:
             return None
-        number = abs(float(given.reshape(()).astype(np.float64)))
+        number = float(np.abs(given.reshape(())))
         if not number or not math.isfinite(number):
             return 0
         times = max(number, 1 / number) / self._rows

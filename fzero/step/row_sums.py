@@ -11,7 +11,6 @@ rows, as in a batch norm, which is per device as anywhere.
 from __future__ import annotations
 
 import contextvars
-import itertools
 import math
 import os
 import sysconfig
@@ -29,16 +28,14 @@ import fzero.errors
 from fzero.batch import Inputs
 from fzero.compat import set_within
 from fzero.errors import warn
-from fzero.exchange.rows import AGREED, told_rows
+from fzero.exchange.rows import AGREED
 from fzero.pieces import chain_loss
-from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
-from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
-from fzero.sharding.split import map_splits
 from fzero.step.row_counts import Growth
-from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shape_of, shapes_of
+from fzero.step.row_traces import row_numbers, traced_with_rows
+from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shapes_of
 
 
 class Kind(IntEnum):
@@ -118,7 +115,7 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
     """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
     row_shapes, shared = jax.tree.leaves(batch.rows), jax.tree.leaves(batch.shared)
     shapes = initial_shapes(blue.model), shapes_of(batch.shared)
-    rows, every = _numbers(shapes, batch.rows)
+    rows, every = row_numbers(shapes, batch.rows)
     traced = _traced(blue, batch, train, rows, every)
     if traced is None:
         return []
@@ -186,28 +183,18 @@ def _traced(
     blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int
 ) -> tuple[Program, list[str]] | None:
     """Loss and metrics as a program of so many rows, if it takes them, and what it gives."""
-    model, plan = blue.model, blue.plan
-    own, buffers = initial_shapes(model)  # of a pipeline's layers without the rows that fill up
-    params = map_splits(lambda s, x: jax.ShapeDtypeStruct(x.shape, s.compute), blue.params, own)
 
-    def of_rows(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), shape_of(x).dtype)
+    def made(chain: Any, **about: Any) -> Any:
+        loss = chain_loss(chain, **about)
 
-    about = {"dtype": COMPUTE_DTYPES[plan.precision], "keep_fp32": plan.keep_fp32}
+        def total(*args: Any, step: Any) -> dict[str, Any]:
+            out, _, metrics = loss(*args, train, step)
+            return {"": out, **metrics}
 
-    def total(batch: Inputs, params: PyTree, buffers: PyTree, rng: jax.Array, step: Any) -> Any:
-        loss = chain_loss(model.layers, **about)
-        out, _, metrics = loss(params, buffers, batch.batch, rng, train, step)
-        return {"": out, **metrics}
+        return total
 
-    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
-    given = shapes_of(batch.map_rows(of_rows).at(None)), params, buffers, key, step
-    try:
-        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
-            closed, given_back = jax.make_jaxpr(total, return_shape=True)(*given)
-    except Exception:  # it takes other numbers of rows, or wants a mesh
-        return None
-    return Program(closed.jaxpr, closed.consts), [keys[0] for keys in leaf_keys(given_back)]
+    traced = traced_with_rows(blue, batch, rows, every, made)
+    return traced and (traced[0], [keys[0] for keys in leaf_keys(traced[1])])
 
 
 def _count_alike(
@@ -262,20 +249,6 @@ def _count_alike(
 
 def _names(program: Program) -> list[str]:
     return ["" if op.equation is None else op.equation.primitive.name for op in program.ops]
-
-
-def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
-    """Prime numbers that divide no other dim: of a device's rows, and of those of all."""
-    dims = [dim for leaf in jax.tree.leaves(shapes) for dim in leaf.shape]
-    dims += [dim for leaf in jax.tree.leaves(rows) for dim in leaf.shape[1:]]
-    free = (
-        p for p in itertools.count(199) if _is_prime(p) and all(dim == 0 or dim % p for dim in dims)
-    )
-    return next(free), next(free)
-
-
-def _is_prime(number: int) -> bool:
-    return all(number % other for other in range(2, math.isqrt(number) + 1))
 
 
 class _Follow:
