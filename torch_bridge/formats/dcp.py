@@ -12,6 +12,7 @@ import math
 import mmap
 import pickle
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +90,27 @@ def is_dcp(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read_dcp(folder: Path) -> Checkpoint:
+def read_dcp(folder: Path, key: str | None = None) -> Checkpoint:
     """Model and Adam's moments of a directory, however they are nested in it.
 
+    Args:
+        folder: the directory.
+        key: the entry that is read alone, such as "generator" or "ema.model"; all of them, of which
+            one is a model, by default.
+
     Raises:
-        CheckpointError: damaged, with other objects in its metadata, or chunks that do not make up
-            their tensors.
+        CheckpointError: damaged, with other objects in its metadata, chunks that do not make up
+            their tensors, or several models.
     """
     about = _metadata(folder)
     chunks = _Chunks(folder, about)
     entries: Entries = {
         _path(about, name): (name, chunks.tensor(name, entry)) for name, entry in _items(about)
     }
+    if key is not None:
+        entries = _within(entries, tuple(key.split(".")), folder.name)
     moments, rest = _divide(entries)
-    prefix = _prefix([path for path, (_, lazy) in rest.items() if lazy is not None])
+    prefix = _prefix([path for path, (_, lazy) in rest.items() if lazy is not None], folder.name)
     found = {
         ".".join(map(str, path[len(prefix) :])): lazy
         for path, (_, lazy) in rest.items()
@@ -287,13 +295,35 @@ class _Chunks:
             return None
 
 
-def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:
-    """Adam's state by parameter name and key, and all other entries.
+def _within(entries: Entries, key: tuple[str, ...], folder: str) -> Entries:
+    """What is under a key; where that has no optimizer, those beside it as well."""
+    found = {path: entry for path, entry in entries.items() if path[: len(key)] == key}
+    if not found:
+        heads = sorted({str(path[0]) for path in entries})[:10]
+        raise CheckpointError(f"{folder}: key={'.'.join(key)!r}: no such entry; there are {heads}")
+    if not _owners(name for name, _ in found.values()):
+        owners = _owners(name for name, _ in entries.values())
+        beside = tuple(one for one in owners if one and one.split(".")[:-2] == list(key[:-1]))
+        found |= {path: one for path, one in entries.items() if one[0].startswith(beside)}
+    return found
+
+
+def _owners(names: Iterable[str]) -> set[str]:
+    """What the names of each optimizer's entries begin with: it has groups of parameters."""
+    return {name.partition("param_groups.")[0] for name in names if "param_groups." in name}
+
+
+# Of one optimizer, by parameter name and key.
+Moments = dict[str, dict[str, Any]]
+
+
+def _divide(entries: Entries) -> tuple[dict[tuple[Any, ...], Moments], Entries]:
+    """Adam's state, by where its optimizer is, and all other entries.
 
     The optimizer's `state_dict` may be nested, (..., "state", name, key), or flattened by torch
     into one key, "....state.name.key".
     """
-    moments: dict[str, dict[str, Any]] = {}
+    moments: dict[tuple[Any, ...], Moments] = {}
     rest: Entries = {}
     for path, entry in entries.items():
         head, _, key = str(path[-1]).rpartition(".")
@@ -301,33 +331,39 @@ def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:
         name = str(whole[-2]) if len(whole) > 1 else ""
         marked = "state" in path[:-2] or name.startswith("state.") or ".state." in name
         if key in ("step", *MOMENTS) and len(whole) > 1 and marked:
-            if "state" not in path[:-2]:  # the first one: a module's name may have more
-                name = re.split(r"(?:^|\.)state\.", name, maxsplit=1)[1]
-            moments.setdefault(name, {})[key] = entry
+            if "state" in path[:-2]:
+                stem = path[: path.index("state")]
+            else:  # the first one: a module's name may have more
+                head, name = re.split(r"(?:^|\.)state\.", name, maxsplit=1)
+                stem = (*path[:-1], head)
+            moments.setdefault(stem, {}).setdefault(name, {})[key] = entry
         else:
             rest[path] = entry
     return moments, rest
 
 
-def _prefix(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """What stands before the names of the weights, such as `("model",)`."""
+def _prefix(paths: list[tuple[Any, ...]], folder: str) -> tuple[Any, ...]:
+    """What stands before the names of the weights, such as `("model",)`: the first in the tree."""
     nested = [path for path in paths if len(path) > 1]
     for word in ("model", "state_dict", "module"):
-        for path in nested:
-            if word in path[:-1]:
-                return path[: path.index(word) + 1]
+        found = {path[: path.index(word) + 1] for path in nested if word in path[:-1]}
+        first = [one for one in found if len(one) == min(map(len, found))]
+        if len(first) > 1:
+            names = sorted(".".join(map(str, one)) for one in first)
+            raise CheckpointError(
+                f"{folder}: it has the weights of several models, {names}: say which with key="
+            )
+        if first:
+            return first[0]
     heads = {path[:-1] for path in paths}
     return heads.pop() if len(heads) == 1 else ()
 
 
 def _optimizer(
-    folder: Path, moments: dict[str, dict[str, Any]], chunks: _Chunks, rest: Entries
+    folder: Path, owners: dict[tuple[Any, ...], Moments], chunks: _Chunks, rest: Entries
 ) -> Optimizer | str | None:
     wanted = {"step", *MOMENTS}
-    # An optimizer may have any name: it is what has groups of parameters.
-    stems = {name.partition("param_groups.")[0] for name, _ in rest.values()
-             if "param_groups." in name}  # fmt: skip
-    states = tuple(f"{stem}state." for stem in stems)
+    states = tuple(f"{one}state." for one in _owners(name for name, _ in rest.values()))
     more = [
         name for name, lazy in rest.values()
         if lazy is not None and (_OPTIMIZER.match(name) or name.startswith(states))
@@ -335,6 +371,10 @@ def _optimizer(
     ]  # fmt: skip
     if more:
         return f"{folder.name}: expected Adam's state alone, got {more[:3]} ({len(more)} in all)"
+    if len(owners) > 1:
+        names = sorted(".".join(map(str, stem)) for stem in owners)
+        return f"{folder.name}: it has the states of several optimizers, {names}"
+    moments = next(iter(owners.values()), {})
     if not moments:
         return None
     for name, entry in moments.items():

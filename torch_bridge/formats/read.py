@@ -36,7 +36,8 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
             of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
-        key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, as in
+        key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, or which of a
+            `torch.distributed.checkpoint` is read ("generator", "ema.model"); as in
             `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`. The
             optimizer's `state_dict` in the entries beside it, also in a list or under a name, is
             read, too; so is `optimizer.pt` beside the weights of a directory.
@@ -59,6 +60,8 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
         )
     source = Path(path)
     try:
+        if source.is_dir() and is_dcp(source):
+            return read_dcp(source, key)
         return _directory(source) if source.is_dir() and key is None else _file(source, key)
     except CheckpointError:
         raise
@@ -86,7 +89,8 @@ def _file(source: Path, key: str | None) -> Checkpoint:
         raise CheckpointError(f"{source}: expected a file")
     if key is not None and suffix not in PICKLED:
         raise CheckpointError(
-            f"{source.name}: key={key!r}: only {', '.join(PICKLED)} files have entries by key"
+            f"{source.name}: key={key!r}: only {', '.join(PICKLED)} files and directories of"
+            " torch.distributed.checkpoint have entries by key"
         )
     if suffix == ".safetensors":
         tensors, ties = read_file(source)
@@ -111,8 +115,6 @@ def _optimizer_beside(folder: Path) -> Any:
 
 
 def _directory(folder: Path) -> Checkpoint:
-    if is_dcp(folder):
-        return read_dcp(folder)
     step = find_step(folder)
     if step is not None:
         return read_universal(step) if is_universal(step) else read_deepspeed(step)

@@ -16,9 +16,7 @@ import optax
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fzero as fz
 import torch_bridge as tb
@@ -26,7 +24,6 @@ from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.adam import groups_of, read_optimizer, step_of
 from torch_bridge.formats.content import Optimizer
-from torch_bridge.formats.dcp import _divide
 from torch_bridge.module.lazy_tensor import in_memory
 from torch_bridge.module.moments import Moments
 from torch_bridge.moments import moments_of, with_moments
@@ -546,28 +543,3 @@ def test_what_schedulers_keep_in_a_group_is_written_where_it_is_given(tmp_path: 
     scheduler.step()
     beside.step()
     assert first.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-
-
-def test_names_within_a_child_called_state_are_whole() -> None:
-    entries: Any = {("optim.state.net.state.w.exp_avg",): 1, ("optim.state.net.state.w.step",): 2}
-    assert _divide(entries) == ({"net.state.w": {"exp_avg": 1, "step": 2}}, {})
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("key", ["optim", "opt", "optimizer_state_dict"])
-def test_another_optimizers_state_is_seen_under_any_name(
-    key: str, nested: bool, tmp_path: Path
-) -> None:
-    module = torch.nn.Linear(4, 3)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    module(torch.ones(2, 4)).sum().backward()
-    sgd.step()
-    model, state = get_state_dict(module, sgd)
-    saved = {"model": model, key: state}
-    dcp.save({"run": saved} if nested else saved, checkpoint_id=tmp_path / "dcp")
-    own = tb.convert(torch.nn.Linear(4, 3), torch.ones(2, 4))
-    with pytest.raises(CheckpointError, match=r"cannot be taken over in full.*momentum_buffer"):
-        tb.restore(tmp_path / "dcp", own, optax.sgd(0.1, momentum=0.9), fz.Plan())
-    weights = {"optimizer": False}
-    restored = tb.restore(tmp_path / "dcp", own, optax.sgd(0.1), fz.Plan(), **weights)
-    np.testing.assert_array_equal(restored.params["weight"], module.weight.detach().numpy())
