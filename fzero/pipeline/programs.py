@@ -22,7 +22,7 @@ from fzero.batch import Inputs
 from fzero.keys import block_key
 from fzero.links import Mean, split_loss
 from fzero.processes import jit_on, send
-from fzero.programs.partitioner_faults import checked
+from fzero.programs.partitioner_faults import checked, picking_whole
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained, update_dtype
@@ -123,7 +123,7 @@ class StagePrograms:
             # Something small to wait for: what a program gives may be given away by its reader.
             return function(*args), jnp.zeros((1,), jnp.int8)
 
-        run = jax.shard_map(
+        run: Any = jax.shard_map(
             traced,
             mesh=self.mesh,
             in_specs=specs,
@@ -131,14 +131,14 @@ class StagePrograms:
             axis_names=set(AXES),
             check_vma=False,
         )
+        run = checked(picking_whole(run, self.mesh), self.mesh)
         platform = self.mesh.devices.flat[0].platform
         options = compiler_options(self.plan, self.splits, self.blue.group.shards, platform)
         local = NamedSharding(self.mesh, LOCAL)
         at = NamedSharding(self.mesh, out) if at is None else at
         return jit_on(
-            self.mesh, checked(run, self.mesh), (at, local), donate_argnums=donate,
-            compiler_options=options or None,
-        )  # fmt: skip
+            self.mesh, run, (at, local), donate_argnums=donate, compiler_options=options or None
+        )
 
     @cached_property
     def forward(self) -> Any:

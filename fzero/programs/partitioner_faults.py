@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fzero.axes import manual_axes
+from fzero.compat import standing
 from fzero.errors import PlanError
 from fzero.programs.jaxprs import inner_jaxprs
 
@@ -59,6 +60,36 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return traced
+
+
+def picking_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function that holds whole what it picks of by an index for each row, along that dim.
+
+    Where rows are shared out and two further axes divide, XLA's partitioner ends the process if
+    that dim is divided: of logits over `tensor`, say, of which `jnp.take_along_axis` picks labels.
+
+    Args:
+        run: the function.
+        mesh: the mesh that it runs on.
+
+    Returns:
+        `run` itself on other meshes.
+    """
+    manual = manual_axes(mesh)
+    large = [name for name, size in dict(mesh.shape).items() if size > 1]
+    further = [name for name in large if name not in manual]
+    if len(further) < 2 or len(further) == len(large):
+        return run
+
+    def held(*args: Any) -> Any:
+        from jax.extend.core import jaxpr_as_fun
+
+        program, out = jax.make_jaxpr(run, return_shape=True)(*args)
+        program = program.replace(jaxpr=_picked_whole(program.jaxpr))
+        found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return held
 
 
 def checked_where_differentiated(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -127,6 +158,48 @@ def _equations(
             if name in _CALLS:
                 held.update(zip(map(id, equation.outvars), found, strict=False))
     return [held.get(id(x), set()) for x in jaxpr.outvars]
+
+
+def _picked_whole(jaxpr: Any) -> Any:
+    """A program that holds whole what it picks of by an index for each row, along that dim."""
+    equations = []
+    for equation in jaxpr.eqns:
+        own = {
+            name: jax.tree.map(_open_whole, value, is_leaf=_is_program)
+            for name, value in equation.params.items()
+            if any(map(_is_program, jax.tree.leaves(value, is_leaf=_is_program)))
+        }
+        equation = equation.replace(params={**equation.params, **own}) if own else equation
+        if equation.primitive.name == "gather":
+            numbers, (value, *rest) = equation.params["dimension_numbers"], equation.invars
+            dims = numbers.start_index_map
+            if numbers.operand_batching_dims or len(dims) > 1:
+                with standing(equation):
+                    holding = _holding(value.aval, dims)
+                equations.append(holding.replace(invars=[value]))
+                equation = equation.replace(invars=[*holding.outvars, *rest])
+        equations.append(equation)
+    return jaxpr.replace(eqns=equations)
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _open_whole(value: Any) -> Any:
+    if not _is_program(value):
+        return value
+    closed = getattr(value, "jaxpr", None)
+    return _picked_whole(value) if closed is None else value.replace(jaxpr=_picked_whole(closed))
+
+
+def _holding(aval: Any, dims: Sequence[int]) -> Any:
+    """An equation that holds a value whole along dims."""
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = jax.sharding.PartitionSpec(*(None if d in dims else free for d in range(aval.ndim)))
+    hold = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))
+    (equation,) = hold(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.eqns
+    return equation
 
 
 def _constrained(equation: Any) -> Dims:

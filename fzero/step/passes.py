@@ -23,7 +23,11 @@ from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.plan import Plan
 from fzero.processes import repeated
-from fzero.programs.partitioner_faults import checked, checked_where_differentiated
+from fzero.programs.partitioner_faults import (
+    checked,
+    checked_where_differentiated,
+    picking_whole,
+)
 from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -183,14 +187,16 @@ class OneProgram:
         rows = Inputs.specs(PartitionSpec(AXES), whole)
         # check_vma=False: user code may start a loop from plain zeros, which the check would
         # refuse as "not varying"; gradients are taken inside, so nothing depends on the check.
-        return jax.shard_map(
+        mesh = self.blueprint.mesh
+        run = jax.shard_map(
             function,
-            mesh=self.blueprint.mesh,
+            mesh=mesh,
             in_specs=(self.kept_specs(), self._buffer_specs(), rows, *(whole,) * num_whole),
             out_specs=out_specs,
-            axis_names=manual_axes(self.blueprint.mesh),
+            axis_names=manual_axes(mesh),
             check_vma=False,
         )
+        return picking_whole(run, mesh)
 
 
 def _not_differentiated(run: Callable[..., Any], plan: Plan) -> Callable[..., Any]:

@@ -462,3 +462,36 @@ def test_a_depthwise_convolution_is_right_or_refused(kernel, held, right):
         return
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
                  stepped(plan), stepped(fz.Plan(zero=0, data=1)))  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["logits", "weights"])
+def test_what_is_picked_for_each_row_may_be_divided_over_one_of_several_axes(of):
+    """XLA's partitioner would end the process: a label's logit, of a vocabulary over `tensor`; a
+    label's weight, of classes over `context`."""
+
+    def loss(x, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x, batch["labels"])
+        weights = jnp.take_along_axis(batch["classes"], batch["labels"] % 4, 1)
+        weights = weights if of == "weights" else jnp.ones_like(weights)
+        return fz.Mean(jnp.sum(losses * weights), jnp.sum(weights))
+
+    model = fz.Sequential(
+        [
+            fz.Layer("embed", lambda key: {"w": jax.random.normal(key, (16, 8))},
+                     lambda p, batch, ctx: p["w"][batch["ids"]]),
+            fz.Layer("head", lambda key: {"w": jax.random.normal(key, (8, 16))},
+                     lambda p, x, ctx: x @ p["w"],
+                     shard={"w": (None, "tensor")} if of == "logits" else {}),
+        ],
+        loss=loss,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 16, (4, 6), dtype=np.int32) for name in ("ids", "labels")}
+    batch["classes"] = rng.random((4, 4), dtype=np.float32)
+    found = []
+    for plan in (fz.Plan(zero=0, data=1), fz.Plan(data=2, context=2, tensor=2, min_shard_bytes=0)):
+        state = fz.init(model, optax.sgd(0.5), plan)
+        before = fz.eval_step(model, plan)(state, batch)
+        state, metrics = fz.train_step(model, optax.sgd(0.5), plan)(state, batch)
+        found.append((fz.logical(model, state, plan), before["loss"], metrics["loss"]))
+    agree(*found, **CLOSE)
