@@ -30,7 +30,7 @@ from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.quantisers import refuse_quantised
 from torch_bridge.module.weights import to_host, to_torch
-from torch_bridge.module.wrappers import common_prefix
+from torch_bridge.module.wrappers import module_names
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.structure.chain import links_merged
 from torch_bridge.structure.stacked_names import Row
@@ -266,8 +266,7 @@ def load_state_dict(
 
 def missing_names(converted: Converted | ConvertedSequential, tensors: Mapping[str, Any]) -> bool:
     """Whether some of a module's leaves are in no tensor, by name."""
-    prefix = common_prefix(list(tensors), set(converted.layout.leaf_of()))
-    there = {name.removeprefix(prefix) for name in tensors}
+    there = set(module_names(tensors, converted.layout.leaf_of()).values())
     return any(leaf.expected and there.isdisjoint(leaf.names) for leaf in converted.layout.leaves)
 
 
@@ -306,8 +305,8 @@ def fit_leaves(
     problems: list[str] = []
     found: dict[str, LazyTensor] = {}
     leaf_of = converted.layout.leaf_of()
-    prefix = common_prefix(list(tensors), set(leaf_of))
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    inner = module_names(tensors, leaf_of)
+    tensors = {inner[name]: tensor for name, tensor in tensors.items()}
     refuse_quantised(tensors, leaf_of)
     if strict:
         problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]

@@ -199,6 +199,18 @@ def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
         tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1))
     state = tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1), key="model")
     np.testing.assert_array_equal(state.params["0.weight"], module[0].weight.detach().numpy())
+    # Wrappers within: blocks that were compiled, or recompute in the backward pass.
+    for word in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module._orig_mod"):
+        within = {name.replace(".", f".{word}."): t for name, t in module.state_dict().items()}
+        params, _ = tb.load_state_dict(converted, within)
+        np.testing.assert_array_equal(params["0.weight"], module[0].weight.detach().numpy())
+    # What was normed by the older function goes into a parametrization, as in PyTorch.
+    normed = torch.nn.utils.weight_norm(nn.Linear(4, 3)).state_dict()
+    new = tb.convert(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), x)
+    params, _ = tb.load_state_dict(new, normed)
+    np.testing.assert_array_equal(
+        params["parametrizations.weight.original1"], normed["weight_v"].numpy()
+    )
     with pytest.raises(fz.CheckpointError, match=r"key='optim'.*'model'"):
         tb.checkpoint(tmp_path / "all.pt", key="optim")
 

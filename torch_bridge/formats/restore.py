@@ -31,7 +31,7 @@ from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.module.moments import Moments
-from torch_bridge.module.wrappers import common_prefix
+from torch_bridge.module.wrappers import module_names
 from torch_bridge.moments import is_adam, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import fit_leaves, missing_names
@@ -217,12 +217,12 @@ def _moments(
         names = [name for group in groups for name in group["params"]]
     if optimizer.named:
         moments = optimizer.moments()
-        prefix = prefix or common_prefix([*moments.exp_avg], set(converted.layout.leaf_of()))
-        strip = {n: n.removeprefix(prefix) for n in moments.exp_avg if n.startswith(prefix)}
+        within = {n.removeprefix(prefix): n for n in moments.exp_avg if n.startswith(prefix)}
+        own = module_names(within, converted.layout.leaf_of())
         return Moments(
             moments.step,
-            {short: moments.exp_avg[name] for name, short in strip.items()},
-            {short: moments.exp_avg_sq[name] for name, short in strip.items()},
+            {own[short]: moments.exp_avg[name] for short, name in within.items()},
+            {own[short]: moments.exp_avg_sq[name] for short, name in within.items()},
         )
     return optimizer.moments(_numbered(optimizer, converted) if names is None else names)
 

@@ -29,6 +29,9 @@ from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
 
 # Bytes of a record that are held at once while its checksum is computed.
 _BLOCK = 1 << 20
+# What a file says beside its tensors' own bytes: some hundred bytes for each. One made to harm is
+# small where it is compressed, and becomes objects of some eighty times its unpacked size.
+_PICKLE_BYTES = 64 * 2**20
 
 
 class Inert:
@@ -73,6 +76,7 @@ def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
+            _refuse_large(path)
             _refuse_globals(path, known)
         with safe_globals([(cls, name) for name, cls in known.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
@@ -98,6 +102,18 @@ def cause_of(error: Exception) -> str:
     sentences = re.split(r"(?<=[.!?])\s+|\n", text)
     kept = [s.strip() for s in sentences if s.strip() and not _ADVICE.search(s)]
     return kept[0] if kept else type(error).__name__
+
+
+def _refuse_large(path: Path) -> None:
+    with zipfile.ZipFile(path) as file:
+        size = max((x.file_size for x in file.infolist() if x.filename.endswith("data.pkl")),
+                   default=0)  # fmt: skip
+    if size > _PICKLE_BYTES:
+        raise CheckpointError(
+            f"{path.name}: has {size:,} bytes beside its tensors, and more than {_PICKLE_BYTES:,}"
+            " are not read: it is damaged, or made to take all memory. If it is yours, save"
+            " the state_dict alone (torch.save), or long lists as tensors"
+        )
 
 
 def _refuse_globals(path: Path, known: Collection[str]) -> None:

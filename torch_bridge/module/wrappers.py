@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 
 import torch
 
 from fzero.errors import ConversionError
 
 
-# What compiled and data-parallel wrappers put before the names of the module inside.
-_PREFIX = re.compile(r"^((_orig_mod|module|_fsdp_wrapped_module)\.)+")
+# What data-parallel wrappers put before the names of the module inside.
+_PREFIX = re.compile(r"^(module\.)+")
+# What `torch.nn.utils.weight_norm` calls what is a parametrization now.
+_WEIGHT_NORM = re.compile(r"(?<![^.])(\w+)_([gv])$")
+# What wrappers that may stand anywhere put into names.
+_WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 # Where modules are from that hold packed weights and compute with kernels of their own.
 _QUANTISERS = re.compile(
@@ -99,19 +104,33 @@ def _sharded(what: str) -> str:
     )
 
 
-def common_prefix(names: list[str], known: set[str]) -> str:
-    """What wrappers put before all names of a checkpoint, if the module has no such names.
+def module_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """By the names of a checkpoint those of the module, without what wrappers put into either.
 
     Args:
         names: the checkpoint's.
         known: the module's.
 
     Example:
-        >>> common_prefix(["module._orig_mod.weight"], {"weight"})
-        'module._orig_mod.'
+        >>> module_names(["module.0._orig_mod.weight"], {"0.weight"})
+        {'module.0._orig_mod.weight': '0.weight'}
     """
-    found = {m.group() if (m := _PREFIX.match(name)) else "" for name in names}
-    if len(found) != 1 or not known.isdisjoint(names):
-        return ""
-    prefix = found.pop()
-    return prefix if any(name.removeprefix(prefix) in known for name in names) else ""
+    plain = {_without_wrappers(name): name for name in known}
+    found = {name: name if name in known else _without_wrappers(name) for name in names}
+    for name, inner in found.items():  # as a hook of torch's own renames them
+        if inner not in plain and (new := _WEIGHT_NORM.sub(_parametrized, inner)) in plain:
+            found[name] = new
+    if plain.keys().isdisjoint(found.values()) and all(map(_PREFIX.match, found.values())):
+        shorter = {name: _PREFIX.sub("", inner) for name, inner in found.items()}
+        found = found if plain.keys().isdisjoint(shorter.values()) else shorter
+    if len(set(found.values())) < len(found):  # of two that would be one nobody knows which
+        return {name: name for name in found}
+    return {name: plain.get(inner, inner) for name, inner in found.items()}
+
+
+def _parametrized(name: re.Match[str]) -> str:
+    return f"parametrizations.{name[1]}.original{'gv'.index(name[2])}"
+
+
+def _without_wrappers(name: str) -> str:
+    return _WITHIN.sub("", name)

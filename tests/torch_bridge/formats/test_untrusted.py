@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,12 @@ def test_a_conversion_leaves_pytorchs_fast_attention_on() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
     tb.convert(torch.nn.Linear(3, 2), torch.ones(2, 3), train=False)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_small_file_that_becomes_a_large_one_is_not_read(tmp_path: Path) -> None:
+    """Of brackets alone: 65 MiB of them are 64 KiB in the file, and five GiB as objects."""
+    with zipfile.ZipFile(tmp_path / "m.pt", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("m/data.pkl", b"(" * (65 * 2**20))
+        file.writestr("m/version", "3")
+    with pytest.raises(CheckpointError, match=r"m\.pt: has 68,157,440 bytes beside its tensors"):
+        tb.checkpoint(tmp_path / "m.pt")
