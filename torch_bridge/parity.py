@@ -157,8 +157,8 @@ def parity(
     converted: Converted,
     inputs: Any,
     *,
-    forward_tolerance: float = FORWARD_TOLERANCE,
-    gradient_tolerance: float = GRADIENT_TOLERANCE,
+    forward_tolerance: float | None = None,
+    gradient_tolerance: float | None = None,
 ) -> Parity:
     """Compare a module with what it was converted to, value by value.
 
@@ -170,8 +170,9 @@ def parity(
         module: the module that was converted.
         converted: the result of `convert`.
         inputs: its arguments: a tuple of positional ones, a dict of keyword ones, or one tensor.
-        forward_tolerance: up to which relative error values agree (fp32).
-        gradient_tolerance: likewise for gradients.
+        forward_tolerance: up to which relative error values agree; by default 2e-5, and four
+            roundings of the lowest dtype where parameters have 16 bits.
+        gradient_tolerance: likewise for gradients; 1e-4, and 16 roundings.
 
     Returns:
         A frozen report; `print` shows it as a table.
@@ -205,6 +206,12 @@ def parity(
             "the module has other tensors than the one that was converted: give that one, or"
             " convert this one"
         )
+    rounding = max((torch.finfo(x.dtype).eps for x in module.parameters()
+                    if x.is_floating_point() and x.itemsize < 4), default=0.0)  # fmt: skip
+    if forward_tolerance is None:
+        forward_tolerance = max(FORWARD_TOLERANCE, 4 * rounding)
+    if gradient_tolerance is None:
+        gradient_tolerance = max(GRADIENT_TOLERANCE, 16 * rounding)
     state = read_values(module, layout)
     silent = without_dropout(converted)
     runs = {}

@@ -37,7 +37,7 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         RuntimeError: (in a call) within `torch.func`, or for a derivative forwards.
-        TypeError: (in a call) a tensor is sparse, or a result is no array.
+        TypeError: it is no function; or (in a call) a tensor is sparse, or a result is no array.
 
     Example:
         >>> import jax.numpy as jnp, torch
@@ -46,6 +46,8 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
         >>> x.grad
         tensor([2., 4.])
     """
+    if not callable(jax_fn):
+        raise TypeError(f"tb.wrap: expected a function of arrays, got {jax_fn!r:.60}")
     compiled: dict[Any, Callable[..., Any]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is no graph of torch's

@@ -360,3 +360,13 @@ def test_values_of_this_packages_own_operators_are_compared() -> None:
         kernel = name.removesuffix(".default").replace(".", "::")
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(kernel, "CompositeExplicitAutograd"), f"PyTorch cannot run {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_agree_to_their_own_roundings(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    x = torch.randn(4, 8).to(dtype)
+    assert tb.parity(module, tb.convert(module, x), x).agrees
+    with lowered("aten.tanh.default", lambda x: np.float32(0.8).astype(x.dtype) * x):
+        assert not tb.parity(module, tb.convert(module, x), x).agrees

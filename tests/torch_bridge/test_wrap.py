@@ -152,3 +152,8 @@ def test_a_jax_function_in_torch_sees_each_constant_as_it_is() -> None:
     assert x.grad[0] == 5
     assert times(torch.ones(3), long)[0] == 0
     assert times(x, 1)[0] == times(x, 1.0)[0] == 1
+
+
+def test_what_is_no_function_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"tb\.wrap: expected a function of arrays, got 3"):
+        tb.wrap(3)  # type: ignore[arg-type]

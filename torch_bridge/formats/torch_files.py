@@ -78,6 +78,8 @@ def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
         if zipped:
             _refuse_large(path)
             _refuse_globals(path, known)
+        else:
+            _refuse_others(path)
         with safe_globals([(cls, name) for name, cls in known.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except CheckpointError:
@@ -102,6 +104,14 @@ def cause_of(error: Exception) -> str:
     sentences = re.split(r"(?<=[.!?])\s+|\n", text)
     kept = [s.strip() for s in sentences if s.strip() and not _ADVICE.search(s)]
     return kept[0] if kept else type(error).__name__
+
+
+def _refuse_others(path: Path) -> None:
+    with path.open("rb") as file:
+        first = file.read(1)
+    if first != b"\x80":  # of any pickle since Python 2.3
+        found = "is empty" if not first else "is no file of torch.save"
+        raise CheckpointError(f"{path.name}: {found}, or what was written of one was cut off")
 
 
 def _refuse_large(path: Path) -> None:

@@ -94,3 +94,10 @@ def test_a_small_file_that_becomes_a_large_one_is_not_read(tmp_path: Path) -> No
         file.writestr("m/version", "3")
     with pytest.raises(CheckpointError, match=r"m\.pt: has 68,157,440 bytes beside its tensors"):
         tb.checkpoint(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"weights", "is no file of")])
+def test_what_torch_never_wrote_is_told(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"m.pt: {said}"):
+        tb.checkpoint(tmp_path / "m.pt")
