@@ -40,7 +40,6 @@ class Fused:
         self.update = Update(passes.blueprint, passes.rules().fence)
         shapes = jax.tree.leaves(passes.blueprint.shapes()) if donate else ()
         self._given_shapes = {(leaf.shape, leaf.dtype) for leaf in shapes}
-        self.donate = donate
         donated = (0,) if donate else ()
         self.program = compiled(passes.blueprint, self._run, donate_argnums=donated)
 
@@ -56,9 +55,6 @@ class Fused:
         """Runs the program."""
         kept, used = self._apart(fields)
         new: tuple[Values, Metrics] = self.program(kept, used, at, self._own(batch, fields))
-        if self.donate:
-            for leaf in jax.tree.leaves(used):
-                leaf.delete()
         return new
 
     def lower(self, fields: Values, at: StepAndKey, batch: Inputs) -> Any:
