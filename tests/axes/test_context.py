@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import fzero as fz
 from fzero.compat import auto_mesh
 from fzero.exchange.cudnn import fused_attention
+from fzero.exchange.ring import Ring
 from fzero.preflight import hlo
 from tests.support.cudnn import answered
 
@@ -468,3 +469,16 @@ def test_a_model_s_own_max_pooling_is_right_or_refused(before, after):
     for run in (lambda plan: stepped(model, plan, batch), slope):  # sums in another order
         found = [run(plan) for plan in (fz.Plan(data=1), DIVIDED)]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4, 5, 9, 100])
+def test_keys_of_each_device_come_by_once_if_a_window_reaches_them(causal, window):
+    length, size = 4, 4
+    ring = Ring("context", size, causal, window, 1.0)
+    rounds = ring.rounds(length)
+    assert len(set(rounds)) == len(rounds)
+    # Keys that have been moved on r times are r devices before, or size - r behind.
+    reach = size if window is None else -(-window // length)
+    seen = {r for r in range(size) if r <= reach or (not causal and size - r <= reach)}
+    assert set(rounds) == (set(range(size)) if window is None else seen)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fzero as fz
+from fzero.exchange.expert_products import grouped_dot
 
 
 WIDTH, HIDDEN, NUM, K, LENGTH, ROWS, LAYERS = 8, 12, 8, 2, 6, 16, 2
@@ -337,3 +338,12 @@ def test_a_function_that_closes_over_a_traced_value_is_refused_where_tokens_are_
     mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh), pytest.raises(fz.PlanError, match=r"shapes \[\(\)\] .*read its row 0"):
         jax.eval_shape(jax.grad(total, argnums=1), p, jnp.float32(2))
+
+
+def test_gradients_of_many_rows_of_an_expert_do_not_end_at_256():
+    rows = jnp.ones((4096, 2), jnp.bfloat16)
+    sizes = jnp.array([4096, 0], jnp.int32)
+    weight = jnp.ones((2, 2, 2), jnp.bfloat16)
+    found = jax.grad(lambda w: jnp.sum(grouped_dot(rows, w, sizes).astype(jnp.float32)))(weight)
+    assert found[0].tolist() == [[4096, 4096]] * 2
+    assert not found[1].any()

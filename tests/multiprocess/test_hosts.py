@@ -322,3 +322,8 @@ def test_a_process_that_cannot_write_its_part_ends_those_that_wait_for_it(tmp_pa
     assert "File too large" in log(tmp_path, victim)
     assert seconds < 600
     assert fz.checkpoint(tmp_path / "checkpoints").number == 0
+
+
+def test_devices_that_one_names_go_before_torchruns():
+    world = find_world({**TORCHRUN, "LOCAL_RANK": "1"}, local_device_ids=[2, 3])
+    assert world.arguments["local_device_ids"] == [2, 3]

@@ -489,3 +489,31 @@ def test_initial_values_by_a_function_are_those_without_a_pipeline():
     whole = fz.init(model, None, plan.replace(pipe=1), rng=3)
     tiny.close(fz.logical(model, cut, plan), fz.logical(model, whole), rtol=1e-6, atol=1e-6)
     assert jax.random.key_data(cut.rng).tolist() == jax.random.key_data(whole.rng).tolist()
+
+
+def test_a_layer_may_read_several_leaves_of_one_nested_layer():
+    def head(p, x, ctx):
+        return jnp.mean((x * p["gain"] + p["shift"] - ctx.batch["x"]) ** 2)
+
+    def init(key):
+        return {
+            "out": {"gain": jnp.full(tiny.D, 2.0), "shift": jnp.ones(tiny.D)},
+            "w": jnp.eye(tiny.D),
+        }
+
+    model = fz.Sequential(
+        [
+            fz.Layer("in", init, lambda p, batch, ctx: batch["x"] @ p["w"]),
+            fz.Stack("blocks", 2, tiny.block_init, tiny.block),
+            fz.Layer("head", None, head, reads={"gain": "in/out/gain", "shift": "in/out/shift"}),
+        ]
+    )
+    found = []
+    for plan in (fz.Plan(zero=0, data=1), tiny.plan(pipe=2, data=1, microbatches=2)):
+        devices = jax.devices()[: plan.pipe]
+        state = fz.init(model, optax.adam(1e-2), plan, devices=devices)
+        state, metrics = fz.train_step(model, optax.adam(1e-2), plan, devices=devices)(
+            state, tiny.points()
+        )
+        found.append((metrics["loss"], fz.logical(model, state, plan)))
+    tiny.close(*found, rtol=1e-5, atol=1e-6)  # microbatches are another order of sums
