@@ -297,3 +297,17 @@ def test_plans_say_which_products():
         fz.Float8(keep=("(",))
     with pytest.raises(fz.PlanError, match="unknown keys"):
         fz.Float8.from_json({"mindim": 16})
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_evaluation_may_be_differentiated(zero):
+    """Weights that are gathered in 8 bits would have no derivative: zeros would be taken for it."""
+    model, plan = tiny.chain(2), tiny.plan(zero=zero, data=2, precision="fp8", float8=ALL)
+    state, evaluate = fz.init(model, None, plan), fz.eval_step(model, plan)
+    batch = tiny.tokens(16)
+
+    def loss(params):
+        return evaluate(state.replace(params=params), batch)["loss"]
+
+    grads = jax.jit(jax.grad(loss))(state.params)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))

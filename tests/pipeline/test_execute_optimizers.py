@@ -14,6 +14,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.state.row_order import meant
 
 
 MICROBATCHES = 2
@@ -301,3 +302,15 @@ def test_factors_over_columns_are_no_rows():
     back = fz.replan(run.state, model, tx, cut, plan(1))
     assert back.opt_state[0].v_row["s"]["b"].shape == back.opt_state[0].v_col["s"]["b"].shape
     tiny.close(back.opt_state, expected.state.opt_state, rtol=0, atol=2e-5)
+
+
+def test_the_last_stacks_name_in_a_path_is_that_of_a_leaf():
+    """Groups of an optimizer's may be called as a stack is."""
+    rows = (("blocks", (0, -1, 1)), ("tail", (1, 0, -1)))
+    tree = {"groups": {"blocks": {"tail": {"w": 0}, "blocks": {"w": 1}}, "rest": {"w": 2}}}
+    found = dict(meant(jax.tree.structure(tree), rows))
+    assert found == {
+        "groups/blocks/tail/w": (1, 0, -1),
+        "groups/blocks/blocks/w": (0, -1, 1),
+        "groups/rest/w": (),
+    }

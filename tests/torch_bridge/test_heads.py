@@ -123,7 +123,7 @@ def test_capped_logits_and_heads_with_a_bias(options):
 
 class Odd(Decoder):
     """Logits that are squeezed by one number and stretched by another, only stretched (as Cohere's
-    are), read once more, or a product with one vector."""
+    are), stretched after a cap, read once more, or a product with one vector."""
 
     def __init__(self):
         super().__init__()
@@ -138,6 +138,8 @@ class Odd(Decoder):
             return {"logits": torch.tanh(logits / 2.0) * 3.0}
         if self.how == "stretched":
             return {"logits": logits * 3.0}
+        if self.how == "capped and stretched":
+            return {"logits": torch.tanh(logits / 2.0) * 2.0 * 3.0}
         return {"logits": logits, "largest": logits.amax(-1)}
 
 
@@ -150,7 +152,7 @@ def test_the_label_to_leave_out_is_left_out_at_the_end_too():
     assert float(found.count) == 5
 
 
-@pytest.mark.parametrize("how", ["bent", "stretched", "read", "summed"])
+@pytest.mark.parametrize("how", ["bent", "stretched", "capped and stretched", "read", "summed"])
 def test_what_no_cap_describes_and_what_others_read_is_computed(how):
     torch.manual_seed(0)
     module, plan, found = Odd(), fz.Plan(data=1), []

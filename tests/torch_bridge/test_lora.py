@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import fzero as fz
 import torch_bridge as tb
@@ -235,6 +237,15 @@ def test_several_adapters_over_one_base(adapted, tmp_path):
     second, _ = trained(adapted, plan, steps=3)
     tb.save(tmp_path / "second", adapted, second, to="peft")
     own = tb.adapter(adapted, first)
+    # A file in 16 bits is the factors' own dtype again.
+    weights = tmp_path / "second" / "adapter_model.safetensors"
+    narrow = {name: value.bfloat16() for name, value in load_file(weights).items()}
+    shutil.copytree(tmp_path / "second", tmp_path / "narrow")
+    save_file(narrow, tmp_path / "narrow" / weights.name)
+    in_16_bits = tb.with_adapter(adapted, first, tmp_path / "narrow")
+    restored = tb.restore(tmp_path / "narrow", adapted, None, plan)
+    for state in (in_16_bits, restored):
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
     other = tb.with_adapter(adapted, first, tmp_path / "second")
     evaluate = fz.eval_step(adapted.model(squares), plan)
     want = float(evaluate(second, BATCH)["loss"])

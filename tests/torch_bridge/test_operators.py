@@ -182,6 +182,7 @@ def test_convolutions_agree_with_torch() -> None:
         same=nn.Conv2d(4, 6, (4, 5), padding="same", bias=False),
         strided=nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 2)),
         dilated=nn.Conv2d(4, 6, 3, dilation=2, padding=2),
+        same_dilated=nn.Conv2d(4, 6, (3, 2), padding="same", dilation=(2, 3)),
         grouped=nn.Conv2d(4, 6, 3, groups=2),
         depthwise=nn.Conv2d(4, 8, 3, groups=4, padding=1, padding_mode="reflect"),
         transposed=nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),

@@ -207,9 +207,10 @@ def test_a_step_of_an_optimizer_s_own_is_refused():
             tb.optimizer(optimizer, params.items(), scheduler)
 
 
-def test_step_hooks_are_refused():
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_hooks_are_refused(when):
     params = start()
     optimizer = OPTIM.SGD(params.values(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ConversionError, match=r"SGD has step hooks .register_step_pre_hook"):
+    getattr(optimizer, f"register_step_{when}_hook")(lambda *_: None)
+    with pytest.raises(ConversionError, match=rf"SGD has step hooks .register_step_{when}_hook"):
         tb.optimizer(optimizer, params.items())
