@@ -315,6 +315,8 @@ def test_a_view_has_no_strides_here() -> None:
     size, src = ((2, 2), (1, 2)), torch.zeros(2, 2)
     with pytest.raises(ConversionError, match="as_strided of a view"):
         tb.convert(Fn(lambda x: x.t().as_strided(*size)), torch.ones(4, 6))
+    with pytest.raises(ConversionError, match="as_strided of a view"):  # it begins elsewhere
+        tb.convert(Fn(lambda x: x[1:].as_strided(*size)), torch.ones(4, 6))
     with pytest.raises(ConversionError, match="as_strided_scatter of a view"):
         tb.convert(Fn(lambda x: x.detach().t().as_strided_scatter(src, *size)), torch.ones(4, 6))
 

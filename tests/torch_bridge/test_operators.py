@@ -120,9 +120,12 @@ def indexing(x: torch.Tensor, ids: torch.Tensor) -> Any:
 
 def seldom(x: torch.Tensor) -> Any:
     """What is seldom given, or seldom left out."""
+    image, places = x.view(1, 1, 4, 6), torch.tanh(x[:3, :4]).reshape(1, 3, 2, 2)
     return (
         torch.ops.aten.hardtanh(x), x.detach().cumsum(0, dtype=torch.int64), x[:1].expand_as(x),
         torch.sort(x, dim=0, stable=True, descending=True),
+        F.grid_sample(image, places, "bicubic", "border", align_corners=False),
+        torch.fft.irfft(torch.fft.rfft(x, dim=0) * 1.5, n=5, dim=0),
     )  # fmt: skip
 
 

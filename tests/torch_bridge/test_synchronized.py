@@ -100,3 +100,16 @@ def test_on_one_device_and_in_evaluation_it_is_a_batch_norm():
     got, _ = trained(module, fz.Plan(data=1))
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+def test_without_running_statistics_an_evaluation_has_those_of_all_devices():
+    module = synchronized(Blocks(1, track_running_stats=False))
+    converted = tb.convert(module, torch.from_numpy(BATCH["x"][:2]))
+    model, losses = converted.model(loss), []
+    for num in (1, 2):
+        about = {"devices": jax.devices()[:num]}
+        state = fz.init(model, None, tiny.plan(data=num), **about)
+        losses.append(
+            float(fz.eval_step(model, tiny.plan(data=num), **about)(state, BATCH)["loss"])
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # rows in another order
