@@ -149,3 +149,17 @@ def test_some_rows_of_a_leaf_that_lies_in_several_processes() -> None:
     assert some.shape == (2, 3)
     np.testing.assert_array_equal(np.asarray(some), whole[[3, 0]])
     np.testing.assert_array_equal(some[1], whole[0])
+
+
+def test_masters_of_16_bits_are_streamed_in_16_bits() -> None:
+    """A module in bfloat16 trains float32 ones; what is handed over is the module's."""
+    module = Net().bfloat16()
+    own = tb.convert(module, torch.zeros(2, 5, dtype=torch.long))
+    model = own.model(lambda forward, batch: forward(batch).astype(jnp.float32).sum())
+    for plan in (fz.Plan(data=1), fz.Plan(zero=3)):
+        state = fz.init(model, optax.adamw(1e-3), plan)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+        found = dict(tb.stream(own, state, plan))
+        for name, tensor in module.state_dict().items():
+            assert found[name].dtype == torch.bfloat16
+            assert torch.equal(found[name], tensor), name
