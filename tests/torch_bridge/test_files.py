@@ -151,7 +151,8 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, writer: str) -> N
     [
         ("m.safetensors", b"\xff" * 64, "not a readable safetensors file"),
         ("m.safetensors", b"", "not a readable safetensors file"),
-        ("m.pt", b"nonsense", "cannot be read as plain tensors"),
+        ("m.pt", b"nonsense", "is no file of torch.save"),
+        ("m.pt", b"\x80\x02nonsense", "cannot be read as plain tensors"),
         ("m.onnx", b"", "unknown suffix"),
     ],
 )
