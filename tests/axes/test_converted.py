@@ -389,3 +389,32 @@ def test_a_depthwise_convolution_over_divided_positions_and_features_is_that_of_
         found = stepped(axes)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found,
                  stepped(fz.Plan(data=1)))  # fmt: skip
+
+
+class Cross(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, y):
+        q, k, v = (
+            layer(z).unflatten(-1, (2, 4)).transpose(1, 2)
+            for layer, z in ((self.q, x), (self.k, y), (self.v, y))
+        )
+        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return seen.transpose(1, 2).flatten(2)
+
+
+def test_attention_to_another_length_is_that_of_one_device():
+    rng, found = np.random.default_rng(0), []
+    batch = {"x": rng.normal(size=(4, 8, 8)), "y": rng.normal(size=(4, 16, 8))}
+    batch = {name: value.astype(np.float32) for name, value in batch.items()}
+    made = tb.convert(Cross(), *(torch.from_numpy(value[:2]) for value in batch.values()))
+    model = made.model(lambda forward, b: (forward(b["x"], b["y"]) ** 2).mean())
+    for plan in (fz.Plan(zero=0, data=1), fz.Plan(zero=0, data=1, context=2)):
+        about = {"devices": jax.devices()[: 1 + bool(found)]}
+        state = fz.init(model, optax.sgd(0.1), plan, **about)
+        _, metrics = fz.train_step(model, optax.sgd(0.1), plan, **about)(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)  # sums in another order

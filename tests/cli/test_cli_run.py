@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fzero as fz
-from torch_bridge.run import data, resume, verify
+from torch_bridge.run import data, loop, resume, verify
 from torch_bridge.run.errors import CommandError
 from torch_bridge.run.settings import DataSettings
 
@@ -321,3 +322,28 @@ def test_a_tokenizer_in_the_model_directory_is_used_and_handed_on(
     )  # fmt: skip
     assert further.status == 0, further.stderr
     assert summary_of(tmp_path / "second")["val_loss_first"] == summary["val_loss_last"]
+
+
+def test_a_run_that_ended_as_it_was_stopped_was_not_interrupted() -> None:
+    history, saved = loop.History(), []
+    recorder = types.SimpleNamespace(
+        history=history, pause=lambda: None, resume=lambda: None, say=lambda text: None,
+        validation=lambda done, loss: history.validation.append((done, loss)),
+        step=lambda done, metrics, tokens: history.losses.append((done, 0.0)),
+        timings=types.SimpleNamespace(placed=lambda *_: None, done=lambda *_: None),
+    )  # fmt: skip
+
+    class Stop:
+        agreed = ""
+
+        def agree(self) -> None:
+            self.agreed = "SIGTERM" if history.losses else ""
+
+    corpus = types.SimpleNamespace(num_tokens=lambda *_: 1)
+    feed: Any = types.SimpleNamespace(train=lambda *_: None, corpus=corpus)
+    settings: Any = types.SimpleNamespace(steps=1, eval_every=0, save_every=0, seed=0, batch=1)
+    step: Any = lambda state, rows: (state + 1, {})  # noqa: E731
+    stop: Any = Stop()
+    save: Any = lambda *given: saved.append(given)  # noqa: E731
+    loop.fit(0, step, lambda state: 0.0, feed, recorder, stop, settings, save)
+    assert (history.interrupted, saved) == (False, [])

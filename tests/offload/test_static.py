@@ -378,9 +378,10 @@ def test_evaluation_accumulation_and_replanning_leave_parked_leaves_alone():
     np.testing.assert_allclose(*results, rtol=1e-6)  # a rounding or two, as above
 
 
-def test_without_donation_the_old_state_stays():
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "precision": "bf16"}], ids=str)
+def test_without_donation_the_old_state_stays(options):
     tx = optax.adam(1e-2)
-    plan = parked(tiny.plan(zero=3, data=4))
+    plan = parked(tiny.plan(data=4, **options))
     state = fz.init(MODEL, tx, plan, rng=0)
     before = tiny.host(on_device(state, tx, plan))
     step = fz.train_step(MODEL, tx, plan, donate=False)

@@ -224,6 +224,7 @@ COUNTING = {
     "sizes": lambda: scaled(lambda leaf: leaf.size),
     "ones": lambda: scaled(lambda leaf: jnp.sum(jnp.cos(leaf))),
     "largest": lambda: scaled(lambda leaf: jnp.max(leaf)),
+    "products": lambda: scaled(lambda leaf: jnp.vdot(jnp.cos(leaf), jnp.cos(leaf))),
 }
 
 

@@ -77,7 +77,7 @@ def watched_in(name: str, ranks: int) -> Watched:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    some(SCHEDULES, ("eager_1f1b", 4), ("zb_h1", 4), ("dualpipe_v", 2)),
+    some(SCHEDULES, ("eager_1f1b", 4), ("dualpipe_v", 2)),
 )
 def test_live_activations_are_those_of_the_slots(name, ranks):
     watched = watched_in(name, ranks)

@@ -154,6 +154,7 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     work = Work(1024, 0, best_seconds=1e-6, likely_seconds=2e-6)
     found = bounds(RATES, "fp32", work=work, traffic=sums, model_flops=1024)
     assert found.likely_seconds == pytest.approx(2e-6 + sums.exposed_seconds)
+    assert found.best_seconds == pytest.approx(1e-6 + sums.exposed_best_seconds)
     assert found.serial_seconds == pytest.approx(2e-6 + sums.seconds / RATES.link_share)
     # A host with one device of the group has one card for it, however many the others have.
     uneven, _ = uses(kernels(LINKS), {"data": 4}, Network(RATES, (0, 1, 1, 1)))

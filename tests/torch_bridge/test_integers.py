@@ -202,3 +202,13 @@ def test_indices_outside_raise_in_the_checked_mode() -> None:
         converted(np.array([0, 3]))
         with pytest.raises(FloatingPointError, match="gather"):
             converted(np.array([0, 4]))
+
+
+def test_factors_of_whole_products_are_whole() -> None:
+    class Product(torch.nn.Module):
+        def forward(self, a: Any, b: Any, c: Any) -> Any:
+            return torch.addmm(a, b, c, beta=2.5, alpha=1.5)
+
+    given = [torch.arange(4).reshape(2, 2) + n for n in range(3)]
+    found = tb.convert(Product(), *given).apply({}, {}, *(x.numpy() for x in given)).output
+    assert found.tolist() == Product()(*given).tolist()

@@ -508,3 +508,8 @@ def test_a_training_that_scales_rows_is_refused_by_name() -> None:
     frozen = nn.Embedding.from_pretrained(draw(3, 4), max_norm=1.0)  # which no optimizer moves
     converted = tb.convert(frozen, ids)
     np.testing.assert_allclose(converted(ids.numpy()), frozen(ids), rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["nuc", 2, -2])
+def test_norms_of_matrices_lie_along_any_dims(order: Any) -> None:
+    check_parity(Fn(lambda x: torch.linalg.matrix_norm(x, order, dim=(0, 2))), draw(3, 2, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersSparseMLP,
 )
+
+from torch_bridge.export.stand_ins.older_experts import _switch_router
 
 
 WIDTH, EXPERTS = 8, 4
@@ -60,3 +63,15 @@ def test_switch_transformers(capacity: int) -> None:
 @pytest.mark.parametrize("kind", [Attention, lambda: JetMoeMoE(JETMOE)], ids=["attention", "mlp"])
 def test_jetmoe(kind: Any) -> None:
     check_parity(drawn(kind()), rows(2), other_args=(rows(3),), train=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jitter_reaches_experts_in_float32_alone(dtype):
+    """As there: it is drawn into the router's own input, which in 16 bits is a copy."""
+    router = types.SimpleNamespace(
+        dtype=torch.float32, training=True, jitter_noise=0.5, num_experts=3, expert_capacity=4,
+        classifier=torch.nn.Linear(4, 3, bias=False),
+    )  # fmt: skip
+    x = torch.ones(2, 5, 4, dtype=dtype)
+    _switch_router(router, x)
+    assert bool((x != 1).any()) is (dtype is torch.float32)

@@ -16,15 +16,18 @@ import numpy as np
 import optax
 import pytest
 import torch
+import transformers
 from bridge_cases import make_gpt2
 from transformers import GenerationConfig, GPT2LMHeadModel, TopKLogitsWarper, TopPLogitsWarper
 
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
-from torch_bridge.generation.generate import _decoder
+from torch_bridge.generation.generate import _decoder, _leaves
+from torch_bridge.generation.key_value_cache import Sizes
 from torch_bridge.generation.prompts import Limits, read_prompts, stop_array, warn_of_padding
 from torch_bridge.generation.sampling import Draw
+from torch_bridge.structure.chain import links_merged
 
 
 # As many rows as devices, and of a few sizes in all: each is traced and compiled apart.
@@ -386,3 +389,21 @@ def test_padding_in_a_prompt_is_read_and_said_to_be() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_padding(module, read_prompts(given, 3, Limits(61, 32), 2, 16))
+
+
+def test_another_precision_is_that_of_parameters_and_of_what_is_kept() -> None:
+    """Rotary frequencies stay as they are: rounded, positions far out would be others."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    converted = tb.convert(module, ids, train=False)
+    state = {**links_merged(converted.params), **links_merged(converted.buffers)}
+    half = jnp.dtype("bfloat16")
+    found = _leaves(converted.names, converted.layout, half, state)
+    assert found["lm_head.weight"].dtype == half
+    assert found["model.rotary_emb.inv_freq"].dtype == np.float32
+    kept = _decoder(converted, half).empty(Sizes(2, 1, 8, False))
+    assert {value.dtype for value in kept.values()} == {half}
