@@ -207,7 +207,7 @@ def parity(
             " convert this one"
         )
     rounding = max((torch.finfo(x.dtype).eps for x in module.parameters()
-                    if x.is_floating_point() and x.itemsize < 4), default=0.0)  # fmt: skip
+                    if x.is_floating_point() and x.itemsize == 2), default=0.0)  # fmt: skip
     if forward_tolerance is None:
         forward_tolerance = max(FORWARD_TOLERANCE, 4 * rounding)
     if gradient_tolerance is None:

@@ -207,10 +207,11 @@ def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
     # What was normed by the older function goes into a parametrization, as in PyTorch.
     normed = torch.nn.utils.weight_norm(nn.Linear(4, 3)).state_dict()
     new = tb.convert(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), x)
-    params, _ = tb.load_state_dict(new, normed)
-    np.testing.assert_array_equal(
-        params["parametrizations.weight.original1"], normed["weight_v"].numpy()
-    )
+    for prefix in ("", "module."):
+        params, _ = tb.load_state_dict(new, {prefix + name: t for name, t in normed.items()})
+        np.testing.assert_array_equal(
+            params["parametrizations.weight.original1"], normed["weight_v"].numpy()
+        )
     with pytest.raises(fz.CheckpointError, match=r"key='optim'.*'model'"):
         tb.checkpoint(tmp_path / "all.pt", key="optim")
 

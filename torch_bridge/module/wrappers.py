@@ -117,12 +117,12 @@ def module_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]
     """
     plain = {_without_wrappers(name): name for name in known}
     found = {name: name if name in known else _without_wrappers(name) for name in names}
-    for name, inner in found.items():  # as a hook of torch's own renames them
-        if inner not in plain and (new := _WEIGHT_NORM.sub(_parametrized, inner)) in plain:
-            found[name] = new
     if plain.keys().isdisjoint(found.values()) and all(map(_PREFIX.match, found.values())):
         shorter = {name: _PREFIX.sub("", inner) for name, inner in found.items()}
         found = found if plain.keys().isdisjoint(shorter.values()) else shorter
+    for name, inner in found.items():  # as a hook of torch's own renames them
+        if inner not in plain and (new := _WEIGHT_NORM.sub(_parametrized, inner)) in plain:
+            found[name] = new
     if len(set(found.values())) < len(found):  # of two that would be one nobody knows which
         return {name: name for name in found}
     return {name: plain.get(inner, inner) for name, inner in found.items()}
