@@ -1,4 +1,4 @@
-"""What XLA's partitioner gets wrong, refused before it divides it."""
+"""What XLA's partitioner gets wrong: refused, or held whole, before it divides it."""
 
 from __future__ import annotations
 

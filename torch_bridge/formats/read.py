@@ -36,11 +36,12 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
             of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
-        key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, or which of a
-            `torch.distributed.checkpoint` is read ("generator", "ema.model"); as in
+        key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, as in
             `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`. The
             optimizer's `state_dict` in the entries beside it, also in a list or under a name, is
-            read, too; so is `optimizer.pt` beside the weights of a directory.
+            read, too; so is `optimizer.pt` beside the weights of a directory. Of a directory of
+            `torch.distributed.checkpoint`, which entry is read ("generator", "ema.model"), and the
+            optimizer in it, or else beside it.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
