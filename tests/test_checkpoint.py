@@ -350,36 +350,48 @@ def test_only_the_moments_of_what_stays_new_are_new(root, tmp_path):
         jnp.mean((batch["x"] * p["w"] * p["blocks"]["w"] + p["mu"]) ** 2), b, {}))  # fmt: skip
     batch = {"x": np.ones((4, 4), np.float32)}
     state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
-    state, _ = fz.accumulate_step(model, TX, plan)(state, batch)  # whose gradients wait
     fz.save(tmp_path, state, plan)
     was = dict(named_leaves(state))
     now = dict(named_leaves(fz.restore(tmp_path, model, TX, plan, fresh=(root,))))
     assert now.keys() == was.keys()
-    moments = ("opt_state/0/mu", "opt_state/0/nu", "ema", "grads/sums")
+    moments = ("opt_state/0/mu", "opt_state/0/nu", "ema")
     own = [p for p in ("w", "mu", "blocks/w") if p.startswith(root)]
     differ = {p for p, leaf in was.items() if p != "rng" and np.any(leaf != now[p])}
     assert differ == {f"{field}/{p}" for field in ("params", *moments) for p in own}
-    assert all(not np.any(now[f"grads/sums/{p}"]) for p in own)
+    # Gradients that wait for their step were computed with the old one, those of the others too.
+    state, _ = fz.accumulate_step(model, TX, plan)(state, batch)
+    fz.save(tmp_path, state, plan)
+    with pytest.raises(fz.CheckpointError, match=rf"in progress, of another fresh=\('{root}',\)"):
+        fz.restore(tmp_path, model, TX, plan, fresh=(root,))
+    rest = ("params", "opt_state", "ema", "buffers", "step", "rng")
+    assert fz.restore(tmp_path, model, TX, plan, fresh=(root,), fields=rest).grads is None
     with pytest.raises(fz.CheckpointError, match=r"fresh has re\.compile\('w'\): expected paths"):
         fz.restore(tmp_path, model, TX, plan, fresh=(re.compile("w"),))
 
 
 def test_several_moments_of_what_stays_new_are_new_too(tmp_path):
-    """A tuple for each parameter, behind its path; not those of all parameters in one array."""
+    """A tuple for each parameter, behind its path; not what is in one array, or in a list."""
     plan, kept = tiny.plan(zero=3, data=2), optax.sm3(0.1)
+    listed = optax.GradientTransformation(
+        lambda params: [jnp.zeros_like(p) for p in jax.tree.leaves(params)],
+        lambda updates, state, _: (updates, [s + u for s, u in zip(
+            state, jax.tree.leaves(updates), strict=True)]),
+    )  # fmt: skip
     model = fz.Model(({"w": np.ones((16, 3)), "v": np.ones((3, 27))}, {}), lambda p, b, batch, *_: (
         jnp.mean((batch["x"] @ p["w"] @ p["v"] - batch["y"]) ** 2), b, {}))  # fmt: skip
-    for tx in (kept, optax.flatten(TX)):
+    for name, tx in {"kept": kept, "flat": optax.flatten(TX), "listed": listed}.items():
         state, _ = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), tiny.points())
-        fz.save(tmp_path / ("kept" if tx is kept else "flat"), state, plan)
+        fz.save(tmp_path / name, state, plan)
     was = dict(named_leaves(fz.restore(tmp_path / "kept", model, kept, plan).opt_state))
     now = fz.restore(tmp_path / "kept", model, kept, plan, fresh=("w",)).opt_state
     own = {path for path in was if "/w" in path}
     assert own == {"0/mu/w/0", "0/mu/w/1", "0/nu/w"}
     assert {path for path, leaf in named_leaves(now) if np.any(leaf != was[path])} == own
     assert not any(np.any(leaf) for path, leaf in named_leaves(now) if path in own)
-    with pytest.raises(fz.CheckpointError, match=r"0/mu \[\d+\] holds values for all parameters"):
+    with pytest.raises(fz.CheckpointError, match=r"0/mu \[\d+\] is of no parameter by its path"):
         fz.restore(tmp_path / "flat", model, optax.flatten(TX), plan, fresh=("w",))
+    with pytest.raises(fz.CheckpointError, match=r"/0 \[3, 27\] is of no parameter by its path"):
+        fz.restore(tmp_path / "listed", model, listed, plan, fresh=("w",))
 
 
 def test_what_was_parked_by_hand_is_saved_and_replanned(states, tmp_path):

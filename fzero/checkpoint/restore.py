@@ -81,7 +81,9 @@ def restore(
             optimizer, from these weights. Averages (`ema`) that the checkpoint has not begin at its
             parameters; those that the plan has not are left out.
         fresh: paths of parameters and buffers, or of subtrees of them (`"head"`), that stay new:
-            they may differ, or be on one side only. So do their moments.
+            they may differ, or be on one side only. So do their moments, but for what an optimizer
+            counts (its steps, and those of a turn of `optax.MultiSteps` that is under way).
+            Gradients of an accumulation in progress have to be left out then.
         rng: seed or key for whatever is new, as for `fz.init`.
 
     Returns:
@@ -205,6 +207,12 @@ class _StoredState:
                 " chain was cut depends on all of its layers: restore this one with its own model"
                 f" and pipe=1, save that, and use it (this one has pipe={about.plan.pipe})"
             )
+        if fresh and "grads" in fields and "grads/total" in self.numbers:
+            raise CheckpointError(
+                f"restore: checkpoint {about.number} in {about.path} has gradients of an"
+                f" accumulation in progress, of another fresh={fresh}: leave them out,"
+                f" fields={tuple(name for name in fields if name != 'grads')}"
+            )
         if any(path.startswith("error/") for path in about.leaves):
             warn(
                 f"restore: checkpoint {about.number} in {about.path} has what 8-bit reductions"
@@ -235,21 +243,20 @@ class _StoredState:
         """Finds whose moments those are that paths do not tell of.
 
         Raises:
-            CheckpointError: one has those of all parameters.
+            CheckpointError: of some nothing tells.
         """
         params = trained(self.blue.params)
         learned = [f"{split.path}/" for split in flat_splits(params)]
         if not any(path.startswith(f"{root}/") for path in learned for root in self.fresh):
             return
-        total = sum(math.prod(split.shape) for split in flat_splits(params))
         places = owners_by_place(self.blue.shapes()["opt_state"], params)
         for split, owner in zip(flat_splits(self.blue.opt_state), places, strict=True):
             path, size = self._at("opt_state", split.path), math.prod(split.shape)
             self.owners[path] = found = self.owners[path] or owner
-            if found is None and size >= total > 1 and jnp.issubdtype(split.dtype, jnp.floating):
+            if found is None and size > 1 and jnp.issubdtype(split.dtype, jnp.floating):
                 raise CheckpointError(
-                    f"restore: {path} {list(split.shape)} holds values for all parameters at once,"
-                    f" so that nothing says which of them are of fresh={self.fresh}: leave the"
+                    f"restore: {path} {list(split.shape)} is of no parameter by its path, so that"
+                    f" nothing says whether it has values of fresh={self.fresh}: leave the"
                     " optimizer's state out, fields=('params', 'buffers')"
                 )
 
@@ -422,7 +429,7 @@ class _StoredState:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
         if "grads" in self.fields and "grads/total" in self.numbers:
             sums = map_splits(
-                lambda split: self._sum(self._at("grads/sums", split.path)),
+                lambda split: self._leaf(self._at("grads/sums", split.path)),
                 trained(self.blue.params),
             )
             found["grads"] = Pending(
@@ -442,13 +449,6 @@ class _StoredState:
 
         found: LossScale = map_named(value, new)
         return found
-
-    def _sum(self, path: str) -> jax.Array:
-        """Gradients that wait for their step; none of a parameter that stays new."""
-        if path in self.want:
-            return self._leaf(path)
-        _, _, to = self.wants[path]
-        return copy_leaf(np.zeros(to.shape, to.dtype), to)
 
     def _leaf(self, path: str) -> jax.Array:
         return self._read(path, *self.want[path])

@@ -3,6 +3,8 @@
 Optimizers tell leaves apart by their shapes and places in a tree. To one that shall see each layer
 of a `Stack`, a leaf `(L, ...)` is a node with L children: masks and labels that are trees of the
 parameters' structure are prefixes of that, and functions of leaves see the layers' own shapes.
+The path of a layer is that of the leaf, its number, and the last step of the leaf's path again:
+each layer's differs, and the last name is that of layers written out.
 """
 
 from __future__ import annotations
@@ -37,7 +39,28 @@ class LayerKey(jax.tree_util.SequenceKey):  # type: ignore[misc]
                 setattr(self, word, getattr(leaf, word))
 
     def __str__(self) -> str:
-        return str(super().__str__() if self._leaf is None else self._leaf)
+        return str(self._leaf)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Layer:
+    """A layer's value, below its number, at a key that reads as the last of its leaf's path."""
+
+    def __init__(self, key: LayerKey, value: Any) -> None:
+        self.key, self.value = key, value
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[LayerKey, Any]], LayerKey]:
+        """The value with its key, and the key."""
+        return ((self.key, self.value),), self.key
+
+    def tree_flatten(self) -> tuple[tuple[Any], LayerKey]:
+        """The value, and the key."""
+        return (self.value,), self.key
+
+    @classmethod
+    def tree_unflatten(cls, key: LayerKey, values: Sequence[Any]) -> _Layer:
+        """The inverse of `tree_flatten`."""
+        return cls(key, values[0])
 
 
 class _LeafOf(str):
@@ -53,21 +76,27 @@ class Layers:
     Args:
         stack: the stack's name.
         layers: their values.
-        last: the last step of the leaf's path.
+        last: the last step of the leaf's path, if it has a name below the stack's.
     """
 
     def __init__(self, stack: str, layers: Sequence[Any], last: Any = None) -> None:
-        self.stack, self.layers = _LeafOf(stack), tuple(layers)
+        self.stack = _LeafOf(stack)
+        self.layers = tuple(one.value if isinstance(one, _Layer) else one for one in layers)
         self.stack.last = last
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
         """Children with their numbers, and the stack's name."""
-        keys = [LayerKey(number, self.stack.last) for number in range(len(self.layers))]
-        return list(zip(keys, self.layers, strict=True)), self.stack
+        children, stack = self.tree_flatten()
+        return [(jax.tree_util.SequenceKey(i), one) for i, one in enumerate(children)], stack
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
         """Children, and the stack's name."""
-        return self.layers, self.stack
+        last = self.stack.last
+        if last is None:
+            return self.layers, self.stack
+        return tuple(
+            _Layer(LayerKey(i, last), one) for i, one in enumerate(self.layers)
+        ), self.stack
 
     @classmethod
     def tree_unflatten(cls, stack: _LeafOf, layers: Sequence[Any]) -> Layers:
@@ -154,9 +183,14 @@ def as_layers(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
         if stack is None or is_layers(leaf):
             return leaf
         layers = [one_layer(leaf)] * len(stacks[stack].of_leaf(leaf).order)
-        return Layers(stack, layers, path[-1])
+        return Layers(stack, layers, last_step(path))
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_layers)
+
+
+def last_step(path: Sequence[Any]) -> Any:
+    """The last step of the path of a stack's leaf; `None` of a stack that is one leaf itself."""
+    return path[-1] if len(path) > 1 else None
 
 
 def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, numbered, stack_of
+from fzero.optimizer.layers import (
+    Layers,
+    Rows,
+    Scope,
+    is_layers,
+    last_step,
+    numbered,
+    stack_of,
+)
 from fzero.optimizer.operations import frozen, is_heavy
 from fzero.programs.jaxprs import Op, Program, Var
 from fzero.tree import PyTree
@@ -52,7 +60,7 @@ def layers_of(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
 
     def of(path: Any, leaf: Any) -> Any:
         stack = stack_of(path, stacks)
-        return _inputs_of(leaf, stack, stacks, path[-1] if path else None)
+        return _inputs_of(leaf, stack, stacks, last_step(path))
 
     return jax.tree_util.tree_map_with_path(of, tree)
 

@@ -73,6 +73,25 @@ def of_every_second(updates: Any, params: Any) -> Any:
     return jax.tree.unflatten(tree, new)
 
 
+def by_written_path() -> optax.GradientTransformation:
+    """Keeps the largest gradient of each leaf in a dict, by how the leaf's path is written."""
+
+    def largest(tree: Any) -> dict[str, jax.Array]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(path): jnp.max(jnp.abs(leaf)) for path, leaf in leaves}
+
+    def update(updates: Any, seen: Any, params: Any = None) -> tuple[Any, Any]:
+        new = jax.tree.map(jnp.maximum, seen, largest(updates))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x / (1e-3 + new[jax.tree_util.keystr(path)]), updates
+        ), new
+
+    by_path = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, largest(p)), update
+    )
+    return optax.chain(by_path, optax.sgd(1e-2))
+
+
 def by_first_norm() -> Any:
     """Gradients times the norm that their parameter began with: one number, element by element."""
 
@@ -179,6 +198,7 @@ BY_LEAF = {
     "by-the-others": lambda: optax.stateless(by_the_others),
     "from-the-next": lambda: optax.stateless(from_the_next),
     "of-every-second": lambda: optax.stateless(of_every_second),
+    "by-written-path": by_written_path,
     "by-row": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda x: -0.1 * x * jnp.arange(1.0, x.shape[0] + 1).reshape(-1, *(1,) * (x.ndim - 1)),

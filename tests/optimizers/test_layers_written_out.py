@@ -36,7 +36,7 @@ LOOSE = {
 TIGHT = 5e-6
 # Those of each kind that `make test` runs; the others run nightly.
 USUAL = ("clip-adamw", "skipping", "muon", "lamb", "noisy-sgd", "masked-by-shape",
-         "by-the-others", "from-the-next")  # fmt: skip
+         "by-the-others", "from-the-next", "by-written-path")  # fmt: skip
 CASES = [(name, 3) for name in ALL] + [(name, zero) for name in ALL for zero in (0, 1)]
 KEPT = [(name, 3) for name in USUAL] + [("muon", 0), ("lamb", 1)]
 
@@ -145,6 +145,13 @@ def test_layers_may_be_labelled_one_by_one():
     moved = [np.abs(now - was).max() for now, was in zip(ours["blocks"]["w"], start, strict=True)]
     assert moved[0] == 0
     assert min(moved[1:]) > 1e-3
+
+
+def test_each_layer_has_a_path_of_its_own():
+    _, state = trained(usable("by-written-path"), plan(zero=1), steps=1)
+    assert set(state.opt_state[0]) == {"['first']", "['last']"} | {
+        f"['blocks']['{name}'][{number}]['{name}']" for name in "wb" for number in range(NUM)
+    }
 
 
 def test_outside_of_fzero_stacks_are_named():

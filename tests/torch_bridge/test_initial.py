@@ -113,6 +113,35 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
         tb.convert(on_meta(), torch.zeros(2, 3))
 
 
+def test_what_a_library_draws_is_not_taken_for_computed() -> None:
+    """Random features: a buffer in no file, which `_init_weights` draws."""
+    import transformers
+
+    class Features(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.LlamaConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("drawn", torch.zeros(3), persistent=False)
+            self.register_buffer("counted", torch.zeros(3), persistent=False)
+            self.post_init()
+
+        def _init_weights(self, module: torch.nn.Module) -> None:
+            if isinstance(module, Features):
+                module.drawn.normal_()
+                module.counted.copy_(torch.arange(3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.drawn + self.counted
+
+    with torch.device("meta"):
+        module = Features(transformers.LlamaConfig(hidden_size=4, num_attention_heads=1))
+    converted = tb.convert(module, torch.zeros(2, 3, device="meta"), train=False)
+    with pytest.raises(fz.ConversionError, match=r"^`drawn`: no value") as told:
+        fz.init(converted.model(lambda f, b: jnp.mean(f(b))), None, fz.Plan(data=1))
+    assert "counted" not in str(told.value)
+
+
 def test_buffers_that_are_in_no_checkpoint_are_given(tmp_path: Path) -> None:
     module = Shifted()
     torch.save(module.state_dict(), tmp_path / "model.pt")

@@ -87,6 +87,37 @@ def test_indices_outside_read_nan(name: str) -> None:
     assert below[1] == 40 if name == "index" else np.isnan(below[1])
 
 
+def test_indices_of_no_dims_keep_the_dim_that_they_select_of() -> None:
+    """A first factor of a product is broadcast otherwise if the dim is gone."""
+    x = torch.randn(4, 3)
+    picked = Fn(lambda x, i: x.index_select(0, i) * x + x[:, 0].index_select(0, i))
+    converted = tb.convert(picked, x, torch.tensor(2))
+    assert tb.parity(picked, converted, (x, torch.tensor(2))).agrees
+
+
+def test_a_start_that_is_a_tensor_may_count_from_the_end() -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    for dim, length, starts in ((0, 1, (-1, -4, 3)), (1, 2, (-2, -3, 1))):
+        fn = Fn(lambda x, i, dim=dim, length=length: torch.narrow(x, dim, i, length))
+        converted = tb.convert(fn, x, torch.tensor(0), train=False)
+        for start in starts:
+            want = torch.narrow(x, dim, torch.tensor(start), length)
+            np.testing.assert_array_equal(converted(x, torch.tensor(start)), want)
+        for outside in (-x.shape[dim] - 1, x.shape[dim], -length + 1 if length > 1 else -9):
+            assert np.isnan(np.asarray(converted(x, torch.tensor(outside)))).any(), outside
+
+
+def test_indices_along_a_dim_are_taken_modulo_its_size() -> None:
+    """So does PyTorch, silently, but where it reads all of a tensor as a vector."""
+    x, index = torch.arange(12.0).reshape(4, 3), torch.tensor([[99, 1, -9], [-1, 4, 0]])
+    along = tb.convert(Fn(lambda x, i: torch.take_along_dim(x, i, 0)), x, index, train=False)
+    np.testing.assert_array_equal(along(x, index), torch.take_along_dim(x, index, 0))
+    flat = tb.convert(Fn(torch.take_along_dim), x, torch.tensor([3, 4]), train=False)
+    found = np.asarray(flat(x, torch.tensor([11, 12, -1])))
+    np.testing.assert_array_equal(np.isnan(found), [False, True, True])
+    assert found[0] == 11
+
+
 def test_gradients_of_what_is_inside_stay() -> None:
     converted = tb.convert(Fn(READS["gather"]), TABLE, torch.tensor([0, 1]), train=False)
     index = np.asarray([4, 9])
@@ -134,6 +165,39 @@ def test_what_is_written_outside_is_seen(name: str) -> None:
             fn(x, torch.tensor(outside))
         found = np.asarray(converted(x, torch.tensor(outside)))
         assert np.isnan(found).any() if found.dtype == np.float32 else found.min() < -1000
+
+
+FOURS = torch.full((2, 3), 4, dtype=torch.int32)
+REDUCTIONS: dict[str, Any] = {
+    "scatter_add": lambda x, i: x.scatter_add(0, i[:, None].expand(2, 3), FOURS),
+    "index_add": lambda x, i: x.index_add(0, i, FOURS),
+    "index_add of columns": lambda x, i: x.index_add(1, i, FOURS.T[:, :2]),
+    "index_put": lambda x, i: x.index_put((i,), FOURS[0, 0], accumulate=True),
+    "put": lambda x, i: x.put(4 * i, FOURS[0, :2], accumulate=True),
+    **{
+        f"{write} {kind}": fn
+        for kind in ("sum", "prod", "mean", "amax", "amin")
+        for write, fn in {
+            "scatter_reduce": lambda x, i, k=kind: x.scatter_reduce(0, i[:, None], FOURS[:, :1], k),
+            "index_reduce": lambda x, i, k=kind: x.index_reduce(1, i, FOURS.T[:, :2], k),
+        }.items()
+        if (write, kind) != ("index_reduce", "sum")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_whole_numbers_that_are_reduced_outside_are_the_smallest(name: str) -> None:
+    """A maximum with the smallest, a product, or a sum that wraps, does not show it."""
+    fn, x, inside = REDUCTIONS[name], torch.arange(9).int().reshape(3, 3), torch.tensor([0, 2])
+    converted = tb.convert(Fn(fn), x, inside, train=False)
+    np.testing.assert_array_equal(converted(x, inside), fn(x, inside))
+    found, known = np.asarray(converted(x, torch.tensor([0, 5]))), fn(x, inside).numpy()
+    lost = found == np.iinfo(np.int32).min  # what is written to the last row or column there is
+    assert lost[2].any()
+    if name != "index_put":  # which writes nothing else then
+        np.testing.assert_array_equal(found[~lost], known[~lost])
+        assert lost.sum() <= 3
 
 
 BYTES = torch.tensor([156, 5, 255], dtype=torch.uint8)

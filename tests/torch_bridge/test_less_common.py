@@ -221,6 +221,8 @@ def test_labels_of_a_margin_loss_end_at_the_first_negative_one() -> None:
     check_parity(Fn(lambda x: F.multilabel_margin_loss(x[0], targets[0])), x)
     beyond = tb.convert(Fn(lambda x: F.multilabel_margin_loss(x, targets + 1, reduction="none")), x)
     assert np.isnan(beyond(x.numpy())).tolist() == [False, False, False, True, True]
+    below = tb.convert(Fn(lambda x: F.multilabel_margin_loss(x, targets - 1, reduction="none")), x)
+    assert np.isnan(below(x.numpy())).tolist() == [True, True, True, False, True]
 
 
 def test_distributions_are_those_of_torch() -> None:

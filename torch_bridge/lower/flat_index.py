@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
-from torch_bridge.lower.index import added, taken, written
+from torch_bridge.lower.index import added, is_outside, marked, taken, written
 from torch_bridge.lower.reduce import argmax, number_and_index, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
@@ -31,7 +31,9 @@ def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -
     flat, index = jnp.ravel(x), jnp.ravel(index)
     index = jnp.where(index < 0, index + x.size, index)
     valid, values = written(flat, 0, index, jnp.ravel(source), accumulate)
-    found = added(flat, valid, values) if accumulate else flat.at[valid].set(values)
+    if not accumulate:
+        return jnp.reshape(flat.at[valid].set(values), x.shape)
+    found = marked(added(flat, valid, values), valid, is_outside(flat, 0, index))
     return jnp.reshape(found, x.shape)
 
 
@@ -45,7 +47,8 @@ def index_reduce(
         return whole[0]
     valid, values = written(x, dim, jnp.ravel(index), source, True)
     where = (slice(None),) * (dim % x.ndim) + (valid,)
-    return reduce_into(x, where, values, reduce, include_self)
+    found = reduce_into(x, where, values, reduce, include_self)
+    return marked(found, where, is_outside(x, dim, jnp.ravel(index)))
 
 
 def _strided(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:

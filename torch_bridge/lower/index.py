@@ -106,7 +106,8 @@ def index_put(
     places = _indexers(indices)
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
     if accumulate:
-        return added(jnp.asarray(x), places, new, mode="clip")
+        found = added(jnp.asarray(x), places, new, mode="clip")
+        return marked(found, places, ~jnp.asarray(inside))
     return jnp.asarray(x).at[places].set(new, mode="clip")
 
 
@@ -138,7 +139,7 @@ def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
 def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
     if not x.ndim:
         return x
-    places = not_negative(index, x.shape[dim])
+    places = not_negative(jnp.atleast_1d(index), x.shape[dim])  # one of no dims keeps the dim
     return taken(x, lambda whole: jnp.take(whole, places, axis=dim))
 
 
@@ -181,21 +182,38 @@ def written(
     That is `lost` where it was not; and everywhere, unless it `adds`: another value that is
     written there may come last. Values have the index's shape, or that of `x` but along the dim.
     """
-    inside = (index >= 0) & (index < x.shape[dim])
+    outside = is_outside(x, dim, index)
     valid = jnp.clip(index, 0, x.shape[dim] - 1)
     values = cast(values, x.dtype)
-    if not adds:
-        return valid, jnp.where(jnp.all(inside), values, lost(x))
-    if index.ndim < x.ndim:  # one index for whole rows
-        inside = jnp.reshape(inside, (-1, *(1,) * (x.ndim - 1 - dim % x.ndim)))
-    return valid, jnp.where(inside, values, lost(x))
+    return valid, jnp.where(outside if adds else jnp.any(outside), lost(x), values)
+
+
+def is_outside(x: jax.Array, dim: int, index: Any) -> jax.Array:
+    """Where an index along a dim is of no element; of one for whole rows, for each row's values."""
+    outside = (index < 0) | (index >= x.shape[dim])
+    if index.ndim < x.ndim:
+        outside = jnp.reshape(outside, (-1, *(1,) * (x.ndim - 1 - dim % x.ndim)))
+    return outside
+
+
+def marked(found: jax.Array, places: Any, outside: Any) -> jax.Array:
+    """What a reduction gave, with `lost` where something lost went in.
+
+    NaN stays NaN by itself; the smallest whole number is another once something is added.
+    """
+    if jnp.issubdtype(found.dtype, jnp.inexact):
+        return found
+    into = jnp.zeros(found.shape, bool).at[places].max(outside, mode="clip")
+    return jnp.where(into, lost(found), found)
 
 
 @register_operator("aten.take_along_dim.default")
 def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Array:
+    """Along a dim PyTorch takes indices modulo its size; in all of a tensor none is negative."""
     if dim is None:
-        return take_along_dim(jnp.ravel(x), jnp.ravel(indices), 0)
-    return taken(x, lambda whole: jnp.take_along_axis(whole, indices, axis=dim))
+        return gather(jnp.ravel(x), 0, jnp.ravel(indices))
+    inside = jnp.remainder(indices, x.shape[dim])
+    return taken(x, lambda whole: jnp.take_along_axis(whole, inside, axis=dim))
 
 
 def into_vectors(write: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -234,7 +252,8 @@ def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
 @into_vectors
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return added(jnp.asarray(x), along(x, dim, valid), new)
+    places = along(x, dim, valid)
+    return marked(added(jnp.asarray(x), places, new), places, is_outside(x, dim, index))
 
 
 @register_operator("aten.index_add.default")
@@ -243,7 +262,8 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
     valid, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return added(jnp.asarray(x), (slice(None),) * (dim % x.ndim) + (valid,), new)
+    places = (slice(None),) * (dim % x.ndim) + (valid,)
+    return marked(added(jnp.asarray(x), places, new), places, is_outside(x, dim, index))
 
 
 @register_operator("aten.select_scatter.default")

@@ -83,7 +83,7 @@ def multilabel_margin_loss_forward(
     margins = 1 - own[..., :, None] + x[..., None, :]
     counts = listed[..., :, None] & ~is_target[..., None, :] & (margins > 0)
     losses = jnp.sum(jnp.where(counts, margins, 0), (-2, -1)) / classes
-    losses = jnp.where(jnp.any(listed & (target >= classes), -1), jnp.nan, losses)
+    losses = jnp.where(jnp.any((target < -1) | (target >= classes), -1), jnp.nan, losses)
     return _reduce(losses, reduction), jnp.reshape(is_target, shape).astype(x.dtype)
 
 

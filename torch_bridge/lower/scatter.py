@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_bool, is_float, promote
-from torch_bridge.lower.index import added, along, into_vectors, written
+from torch_bridge.lower.index import added, along, into_vectors, is_outside, marked, written
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.tangents import sloped, whole_quotient
 
@@ -22,7 +22,9 @@ def scatter_reduce(
     x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> jax.Array:
     valid, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return reduce_into(x, along(x, dim, valid), new, reduce, include_self)
+    places = along(x, dim, valid)
+    found = reduce_into(x, places, new, reduce, include_self)
+    return marked(found, places, is_outside(x, dim, index))
 
 
 @register_operator("aten.scatter.reduce", "aten.scatter.value_reduce")

@@ -219,7 +219,7 @@ def recomputed(module: torch.nn.Module, wanted: set[str]) -> dict[str, torch.Ten
 
     transformers leaves rotary frequencies, positions and the like out of its files, and has each
     class compute them in `_init_weights`. That runs here on a copy of the submodule, in which they
-    are on the CPU, twice with other contents: what comes out equal was computed.
+    are on the CPU, twice with other contents and another seed: what comes out equal was computed.
 
     Args:
         module: the module.
@@ -266,6 +266,7 @@ def _initialised(
             memo[id(own)] = torch.nn.Parameter(made, False) if is_param else made
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(fill)
             again = copy.deepcopy(child, memo)
             initialise(again)
     except Exception:  # whatever a library's own code raises: the buffer is refused by name then

@@ -393,8 +393,9 @@ def _numel(input: torch.Tensor) -> int:
 
 @_instead_of(torch.narrow, torch.Tensor.narrow)
 def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
-    if isinstance(start, torch.Tensor):
-        return input.index_select(dim, start + torch.arange(length))
+    if isinstance(start, torch.Tensor):  # negative ones count from the end
+        first = torch.where(start < 0, start + input.shape[dim], start)
+        return input.index_select(dim, first + torch.arange(length))
     return torch.ops.aten.narrow(input, dim, start, length)
 
 
