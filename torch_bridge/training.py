@@ -414,6 +414,11 @@ def _refuse_others(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         first = names.setdefault(identity(own), name)
         if own.is_meta:
             problems.append(f"`{name}` is on the meta device: module.to_empty(device=...) first")
+        if own.is_inference():
+            problems.append(
+                f"`{name}` was made under torch.inference_mode(), and cannot be written: make the"
+                " module outside of it"
+            )
         if first != name and not np.array_equal(
             _cut(value, own), _cut(values[first], own), equal_nan=True
         ):

@@ -88,9 +88,11 @@ def test_indices_outside_read_nan(name: str) -> None:
 
 
 def test_indices_of_no_dims_keep_the_dim_that_they_select_of() -> None:
-    """A first factor of a product is broadcast otherwise if the dim is gone."""
     x = torch.randn(4, 3)
-    picked = Fn(lambda x, i: x.index_select(0, i) * x + x[:, 0].index_select(0, i))
+    picked = Fn(lambda x, i: (
+        x.index_select(0, i), x[:, 0].index_select(0, i), x.index_add(0, i, x[:1]),
+        x.index_copy(1, i, x[:, :1] * 2), x.index_fill(1, i, 3.0),
+    ))  # fmt: skip
     converted = tb.convert(picked, x, torch.tensor(2))
     assert tb.parity(picked, converted, (x, torch.tensor(2))).agrees
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError, ConversionError
 
@@ -34,6 +35,11 @@ def entered(x: torch.Tensor) -> torch.Tensor:
     return x @ x.t()
 
 
+def asserted(x: torch.Tensor) -> torch.Tensor:
+    assert (x < 9).all()
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("function", "remedy"),
     [
@@ -41,8 +47,12 @@ def entered(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x * x.detach().numpy().mean(), "torch.library.custom_op"),
         (lambda x: x * x.nbytes, "Say x.numel"),
         (entered, r"Say `with torch\.autocast"),
+        (lambda x: x * torch.tensor([x[0, 0], x[1, 1], x[0, 1], x[0, 0]]), r"torch\.stack"),
+        (lambda x: torch.sparse.mm(x.to_sparse(), x), "index_add and gather"),
+        (lambda x: torch.nested.nested_tensor([x, x[:2]]).to_padded_tensor(0.0), "pad_sequence"),
+        (asserted, r"torch\._assert_async"),
     ],
-    ids=["size as key", "numpy", "nbytes", "autocast"],
+    ids=["size as key", "numpy", "nbytes", "autocast", "tensors", "sparse", "nested", "assert"],
 )
 def test_what_torch_says_of_a_trace_comes_with_a_remedy(function: Any, remedy: str) -> None:
     with pytest.raises(ConversionError, match=remedy):
@@ -61,6 +71,15 @@ def test_a_module_without_values_is_not_trained() -> None:
         tb.fit(module, [(X, X[:, :2])], nn.MSELoss(), optimizer=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"<`bias`: on the `meta` device, without a value>"):
         jax.jit(lambda p: p)(tb.convert(module, X.to("meta")).params)
+
+
+def test_a_module_of_inference_mode_is_not_written_into() -> None:
+    with torch.inference_mode():
+        module = nn.Linear(4, 2)
+    converted = tb.convert(nn.Linear(4, 2), X)
+    state = fz.init(converted.model(lambda f, b: f(b).mean()), None, fz.Plan(data=1))
+    with pytest.raises(CheckpointError, match=r"`weight` was made under torch\.inference_mode"):
+        tb.load_into(module, state)
 
 
 def test_what_is_no_state_is_named() -> None:

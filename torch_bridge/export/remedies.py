@@ -24,6 +24,7 @@ _DENSE = (
     "JAX has no sparse layouts: keep the tensor dense, or keep indices and values and compute with"
     " index_add and gather."
 )
+_RAGGED = "JAX has no arrays of several lengths: fill up to one (pad_sequence), and give a mask."
 _IN_PLACE_SIZE = (
     "An array keeps its size: make another one with reshape, x[:n] or torch.nn.functional.pad."
 )
@@ -69,6 +70,7 @@ _SAID = {
     "Unsupported input type": _ARGUMENTS,
     ".numpy() is not supported": _OF_MEMORY,
     "Cannot access data pointer": _OF_MEMORY,
+    "its data is not allocated yet": "torch.tensor takes numbers; of tensors, torch.stack.",
     "Cannot call numel()": "Say x.numel() * x.element_size() for x.nbytes.",
     "autocast must exit": "Say `with torch.autocast(...):` around what is to be cast.",
 }
@@ -86,7 +88,11 @@ _TABLE: dict[str, str] = {
     "repeat_interleave": "Say how long the result is: repeat_interleave(x, repeats,"
     " output_size=n).",
     "tensor_split": "Give the places as Python numbers: tensor_split(x, [2, 5]).",
-    **dict.fromkeys(("_to_sparse", "to_sparse", "to_sparse_csr"), _DENSE),
+    **dict.fromkeys(
+        ("_to_sparse", "to_sparse", "to_sparse_csr", "_sparse_mm", "_sparse_addmm"), _DENSE
+    ),
+    "_nested_tensor_from_tensor_list": _RAGGED,
+    "_nested_tensor_from_mask": _RAGGED,
     **dict.fromkeys(("resize_", "resize_as_"), _IN_PLACE_SIZE),
     **dict.fromkeys(
         (
@@ -110,7 +116,8 @@ _TABLE: dict[str, str] = {
 _ANY = "Write it with other operators, or add it with torch_bridge.register_operator(name)."
 _VALUES = (
     "Sizes and branches must not depend on tensor values: torch.where or a mask of fixed size"
-    " instead of boolean indexing, nonzero or .item(), or a size that is known before."
+    " instead of boolean indexing, nonzero or .item(), or a size that is known before. What is"
+    " asserted of values: torch._assert_async(condition), which a compiled program leaves out."
 )
 _PLACES = (
     f"{_VALUES} Rows from a tensor's number on: torch.narrow(x, 0, i, 2) for x[i : i + 2]; one row"

@@ -261,6 +261,7 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
     if not x.ndim:
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
+    index = jnp.ravel(index)  # one of no dims is of one element
     valid, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
     places = (slice(None),) * (dim % x.ndim) + (valid,)
     return marked(added(jnp.asarray(x), places, new), places, is_outside(x, dim, index))

@@ -113,7 +113,7 @@ def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self:
 def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
     if not x.ndim:
         return jnp.reshape(cast(source, x.dtype), ())
-    valid, new = written(x, dim, index, source)
+    valid, new = written(x, dim, jnp.ravel(index), source)
     return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (valid,)].set(new)
 
 
