@@ -365,6 +365,9 @@ def test_only_the_moments_of_what_stays_new_are_new(root, tmp_path):
         fz.restore(tmp_path, model, TX, plan, fresh=(root,))
     rest = ("params", "opt_state", "ema", "buffers", "step", "rng")
     assert fz.restore(tmp_path, model, TX, plan, fresh=(root,), fields=rest).grads is None
+    for fields in ("params", ("params", "weights")):
+        with pytest.raises(fz.CheckpointError, match=r"fields=.*: expected some of \('params'"):
+            fz.restore(tmp_path, model, TX, plan, fields=fields)
     with pytest.raises(fz.CheckpointError, match=r"fresh has re\.compile\('w'\): expected paths"):
         fz.restore(tmp_path, model, TX, plan, fresh=(re.compile("w"),))
 

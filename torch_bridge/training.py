@@ -17,6 +17,7 @@ from fzero.plan import Plan
 from fzero.report.layout import layout
 from fzero.sharding.relayout import TO_ONE_RANK, over_ranks
 from fzero.state.init import init
+from fzero.state.replan import on_one_rank, replan
 from fzero.state.require import require_alive
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
@@ -183,7 +184,12 @@ def fit(
                 " them anew for each epoch"
             )
     _end(began, _told(module, traced), times)
-    return (state, load_into(given_module, state)) if trained_module else state
+    return (state, _loaded(given_module, state, model, tx, plan)) if trained_module else state
+
+
+def _loaded(module: torch.nn.Module, state: TrainState, model: Any, tx: Any, plan: Plan) -> Any:
+    flat = state if plan.pipe == 1 else replan(state, model, tx, plan, on_one_rank(plan))
+    return load_into(module, flat)
 
 
 def _refuse_empty(module: torch.nn.Module) -> None:

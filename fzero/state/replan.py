@@ -28,6 +28,15 @@ from fzero.storage.tiers import DEVICE, on_device, tier_of
 from fzero.tree import PyTree, map_named
 
 
+def on_one_rank(plan: Plan) -> Plan:
+    """A plan of the same devices, of whose states all is on them and no layer on a rank."""
+    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
+    if plan.pipe == 1:
+        return there
+    data = None if plan.data is None else plan.data * plan.pipe
+    return there.replace(zero=3, pipe=1, data=data, schedule=None, partition="uniform")
+
+
 def replan(
     state: TrainState,
     model: Model,

@@ -147,6 +147,28 @@ def test_layers_may_be_labelled_one_by_one():
     assert min(moved[1:]) > 1e-3
 
 
+def test_layers_may_be_scaled_by_arrays_that_an_optimizer_holds():
+    """Of two arrays of one shape each layer has its own, though all else is computed alike."""
+    up, down = jnp.arange(1.0, 9), jnp.arange(9.0, 1, -1)
+
+    def scaled(updates, params):
+        def of(path, x):
+            number = getattr(path[-1], "idx", None)
+            return x if number is None else x * (up, down)[number % 2]
+
+        return jax.tree_util.tree_map_with_path(of, updates)
+
+    start = jax.device_get(stacked().init[0])["blocks"]
+    plain, held = optax.sgd(0.1), fz.per_layer(optax.chain(optax.stateless(scaled), optax.sgd(0.1)))
+    (by_one, _), (ours, _) = (trained(tx, plan(zero=3), steps=1) for tx in (plain, held))
+    for name in ("w", "b"):
+        for number in range(NUM):
+            was, one = start[name][number], by_one["blocks"][name][number]
+            want = was + (one - was) * np.asarray((up, down)[number % 2])
+            # The difference of parameters of about 1 is rounded, and multiplied by up to 8.
+            np.testing.assert_allclose(ours["blocks"][name][number], want, rtol=0, atol=TIGHT)
+
+
 def test_each_layer_has_a_path_of_its_own():
     _, state = trained(usable("by-written-path"), plan(zero=1), steps=1)
     assert set(state.opt_state[0]) == {"['first']", "['last']"} | {

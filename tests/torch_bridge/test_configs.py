@@ -70,6 +70,8 @@ def test_rates_are_those_of_deepspeed(case):
         ("Adam", {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": False},
          lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1)),
         ("AdamW", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
+        # DeepSpeed's own kernels decay nothing unless they are told to.
+        ("AdamW", {"lr": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0)),
         ("Adam", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
          lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)),
@@ -293,6 +295,12 @@ def test_arguments_that_clip_nothing_do_not_clip():
     assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": None}).plan.clip_norm is None
     del (none := dict(ARGUMENTS))["max_grad_norm"]
     assert tb.from_training_arguments(none).plan.clip_norm == 1.0
+
+
+@pytest.mark.parametrize(("asked", "remat"), [(True, "layer"), (False, "none")])
+def test_checkpointing_of_gradients_is_remat(asked, remat):
+    got = tb.from_training_arguments({**ARGUMENTS, "gradient_checkpointing": asked}, devices=2)
+    assert got.plan.remat == remat
 
 
 @pytest.mark.parametrize(("strategy", "zero"), [("HYBRID_SHARD", 3), ("HYBRID_SHARD_ZERO2", 2)])

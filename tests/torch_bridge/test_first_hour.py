@@ -61,6 +61,43 @@ def same(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Blocks(nn.Module):
+    """Four equal layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_what_a_pipeline_trained_is_loaded_into_the_module() -> None:
+    """Its layers lie on the ranks; what ended the call before it gave back what it had trained."""
+    trained = torch_steps(theirs := Blocks(), torch.optim.SGD(theirs.parameters(), lr=0.1))
+    plan = fz.Plan(zero=1, data=2, pipe=2, microbatches=2, schedule="zb_h1")
+    ours = Blocks()
+    sgd = torch.optim.SGD(ours.parameters(), lr=0.1)
+    options = {"optimizer": sgd, "plan": plan, "trained_module": True}
+    state, _ = tb.fit(ours, BATCHES, nn.MSELoss(), **options)
+    same(ours, trained)
+    assert int(state.step) == len(BATCHES)
+    assert any("pipe" in p.sharding.spec for p in jax.tree.leaves(state.params))
+
+
 def test_collected_gradients_are_those_of_a_loop_that_steps_now_and_then() -> None:
     """`loss / 2`, a clipped step every second batch; what is left over at the end waits."""
     want = made()

@@ -255,6 +255,36 @@ def test_positions_of_a_grid_have_gradients() -> None:
     )  # fmt: skip
 
 
+def test_of_no_dims_truth_is_not_reduced() -> None:
+    """Where sums of no dims are those of all."""
+    x = draw(3, 4)
+    every_kind = Fn(lambda x: [
+        x * (x > 0).any(dim=()), x * (x > -9).all(dim=[]), x * (x > 0).any(), x.sum(dim=()),
+        x * (x > 0).any((0, 1)),
+    ])  # fmt: skip
+    check_parity(every_kind, x)
+
+
+def test_parts_of_conjugates_and_convolutions_in_time() -> None:
+    z, kernel = torch.complex(draw(3, 4), draw(3, 4, seed=1)), draw(3, 4, 2)
+    check_parity(Fn(lambda x, k: (
+        2 * torch.complex(x, x).conj().imag, 2 * (z + x).mH.imag, 2 * torch.fft.fft(x).conj().imag,
+        F.conv_tbc(x[:, None], k, k[0, 0], 1),
+    )), draw(3, 4), kernel)  # fmt: skip
+
+
+def test_covariances_may_be_weighted() -> None:
+    times, weights = torch.tensor([1, 0, 3, 2]), torch.tensor([0.5, 1.0, 2.0, 0.1])
+
+    def every_kind(x: torch.Tensor) -> Any:
+        return [
+            torch.cov(x, correction=c, fweights=f, aweights=a)
+            for c in (0, 1) for f in (None, times) for a in (None, weights)
+        ]  # fmt: skip
+
+    check_parity(Fn(every_kind), draw(3, 4))
+
+
 def test_segments_bags_and_places() -> None:
     lengths = torch.tensor([2, 0, 3, 1])
     bags, offsets = torch.tensor([1, 3, 3, 0, 2, 5]), torch.tensor([0, 2, 2])
@@ -264,7 +294,15 @@ def test_segments_bags_and_places() -> None:
     def every_kind(x: torch.Tensor) -> Any:
         reduced = [
             torch.segment_reduce(x, kind, lengths=lengths, initial=start)
-            for kind, start in (("sum", None), ("max", None), ("min", None), ("mean", None))
+            for kind, start in (
+                ("sum", None),
+                ("max", None),
+                ("min", None),
+                ("mean", None),
+                ("mean", 2.0),
+                ("sum", 2.0),
+                ("prod", 2.0),
+            )
         ]
         bagged = [
             F.embedding_bag(bags, x, offsets, mode=m, padding_idx=p)

@@ -19,7 +19,7 @@ from fzero.model import Model, Sequential
 from fzero.plan import Plan
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.init import init
-from fzero.state.replan import replan
+from fzero.state.replan import on_one_rank, replan
 from fzero.state.train_state import TrainState
 from fzero.tree import shape_at
 from torch_bridge.converted import Converted
@@ -141,7 +141,7 @@ def restore(
         model = model.with_init(converted.by_link(*values) if linked else trained)
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
-    there = _flat(plan)
+    there = on_one_rank(plan)
     state = _with_moments(converted, init(model, tx, there, rng, devices=devices), moments, where)
     return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
 
@@ -159,15 +159,6 @@ def _with_moments(
         opt_state=with_moments(converted, state.opt_state, moments),
         step=copy_leaf(np.asarray(moments.step), shape_at(state.step, state.step.sharding)),
     )
-
-
-def _flat(plan: Plan) -> Plan:
-    """Where moments arrive: on the device, and no layers on ranks; the plan's own places follow."""
-    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
-    if plan.pipe == 1:
-        return there
-    data = None if plan.data is None else plan.data * plan.pipe
-    return there.replace(zero=3, pipe=1, data=data, schedule=None, partition="uniform")
 
 
 def _no_loss(*_: Any) -> tuple[Mean, Any, dict[str, Any]]:

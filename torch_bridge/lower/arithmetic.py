@@ -269,6 +269,7 @@ def _unary_float(name: str, fn: Any) -> None:
 for _name, _fn in {
     "abs": absolute,
     "neg": jnp.negative,
+    "_neg_view": jnp.negative,
     "sign": sign,
     "sgn": sign,
     "square": jnp.square,

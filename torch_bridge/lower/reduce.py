@@ -135,12 +135,17 @@ def number_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @register_operator("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return _truth(jnp.any(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim), x)
+    return _truth(jnp.any(x.astype(bool), axis=_truth_axes(x, dim), keepdims=keepdim), x)
 
 
 @register_operator("aten.all.default", "aten.all.dim", "aten.all.dims")
 def all_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return _truth(jnp.all(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim), x)
+    return _truth(jnp.all(x.astype(bool), axis=_truth_axes(x, dim), keepdims=keepdim), x)
+
+
+def _truth_axes(x: jax.Array, dim: Dims) -> tuple[int, ...]:
+    """Of no dims, `any` and `all` reduce none, where sums and their like reduce all."""
+    return () if isinstance(dim, Sequence) and not dim else axes_of(x, dim)
 
 
 def _truth(found: jax.Array, x: jax.Array) -> jax.Array:

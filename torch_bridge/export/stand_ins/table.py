@@ -286,6 +286,15 @@ def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) 
     return torch.ops.aten.resize_as_(input, the_template, **kwargs)
 
 
+@_instead_of(torch.conv_tbc)
+def _conv_tbc(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0
+) -> torch.Tensor:
+    """Shapes: input `(time, rows, C)`, weight `(kernel, C, O)`."""
+    rows, kernel = input.permute(1, 2, 0), weight.permute(2, 1, 0)
+    return torch.nn.functional.conv1d(rows, kernel, bias, padding=pad).permute(2, 0, 1)
+
+
 @_instead_of(torch.cov, torch.Tensor.cov)
 def _cov(
     input: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
