@@ -271,6 +271,23 @@ def test_the_mode_reaches_a_linen_attribute():
     assert seen == [True, False]
 
 
+def test_the_mode_reaches_one_of_attribute_and_argument():
+    """`nn.merge_param` takes it from either, and refuses both."""
+
+    class Net(nn.Module):
+        train: bool | None = None
+
+        @nn.compact
+        def __call__(self, x, train=None):
+            return nn.merge_param("train", self.train, train)
+
+    seen = []
+    model = fz.from_flax(Net(), lambda forward, batch: seen.append(forward(batch)) or 0.0)
+    for train in (True, False):
+        model.loss({}, {}, jnp.ones(2), jax.random.key(0), train)
+    assert seen == [True, False]
+
+
 def test_linen_values_are_those_of_its_own_init():
     expected = jax.jit(lambda key: LinenNet().init(key, jnp.zeros((2, NUM_IN)), False))
     plan = fz.Plan(zero=3, min_shard_bytes=0)

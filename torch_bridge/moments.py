@@ -171,7 +171,7 @@ def other_state(converted: Converted | ConvertedSequential, opt_state: Any, besi
     params, adam = _param_paths(converted), {}
     names: set[str] = set()
     if holds_adam(opt_state):
-        found = _Found(converted, opt_state, "other_state")
+        found = _Found(converted, opt_state, "save" if beside else "restore")
         adam, names = {**found.mu, **found.nu}, set(() if beside else found.leaves)
     others = []
     for path, leaf in named_leaves(opt_state):

@@ -122,5 +122,7 @@ def _require_shape(path: str, leaf: Any, shape: tuple[int, ...], padded: bool) -
     if leaf.shape != shape and not (padded and leaf.shape == filled_up(shape, ways_of(leaf))):
         raise StateError(
             f"logical: the state is not one of this model: {path}: expected {list(shape)}, or that"
-            f" filled up with zeros, got {list(leaf.shape)}"
+            f" filled up with zeros where it is divided, got {list(leaf.shape)} in"
+            f" {leaf.sharding.spec}. A leaf put in by hand goes where the old one is:"
+            " jax.device_put(new, old.sharding)"
         )

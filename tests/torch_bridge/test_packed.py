@@ -58,13 +58,19 @@ class Tagger(nn.Module):
             return out
         total = {"shorter": 4, "no length": None, "longer": 9}.get(self.reads, ids.shape[1])
         padded, found = pad_packed_sequence(out, True, padding_value=-1.5, total_length=total)
+        if self.reads == "features":  # how many there are is known while it is traced
+            padded = padded.unflatten(-1, (padded.shape[-1] // 5, 5)).tanh().flatten(-2)
         state = torch.cat(state, -1) if isinstance(state, tuple) else state
         return padded, state, found
 
 
 CASES = {
     "its own first states": ("GRU", {"num_layers": 2}, LENGTHS),
-    "both directions": ("LSTM", {"num_layers": 2, "bidirectional": True}, LENGTHS),
+    "both directions": (
+        "LSTM",
+        {"num_layers": 2, "bidirectional": True, "reads": "features"},
+        LENGTHS,
+    ),
     "projected": ("LSTM", {"num_layers": 1, "proj_size": 2}, torch.tensor([6, 4, 2])),
     "plain": ("RNN", {"num_layers": 2, "nonlinearity": "relu", "bidirectional": True}, LENGTHS),
 }
