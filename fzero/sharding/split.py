@@ -391,6 +391,11 @@ def map_splits(function: Any, splits: PyTree, *trees: PyTree) -> PyTree:
     return jax.tree.map(function, splits, *trees, is_leaf=is_split)
 
 
+def layers_alone(splits: PyTree, tree: PyTree) -> PyTree:
+    """Kept leaves with zeros in rows that are no layers, whatever an edit has put there."""
+    return map_splits(lambda s, leaf: s.home.layers_alone(leaf) if s.home else leaf, splits, tree)
+
+
 def stored_shapes(
     splits: PyTree,
     sharding: Callable[[Home | None, PartitionSpec], NamedSharding],

@@ -17,9 +17,8 @@ import numpy as np
 
 from fzero.errors import StateError
 from fzero.sharding.split import OwnShapes
-from fzero.state.row_order import is_of_a_state, meant
-from fzero.storage.tiers import DEVICE, on_device, tier_of
-from fzero.tree import PyTree, is_plain, is_traced, named_leaves, same_structure
+from fzero.storage.tiers import DEVICE, tier_of
+from fzero.tree import PyTree, named_leaves
 
 
 def require_unmoved(old: PyTree, new: PyTree, rows: Any, padded: OwnShapes) -> None:
@@ -56,60 +55,6 @@ def require_unmoved(old: PyTree, new: PyTree, rows: Any, padded: OwnShapes) -> N
             " state to one device, where nothing is filled up, and back again: fz.replan(state,"
             " model, tx, plan, plan.replace(pipe=1, data=1, replica=1)), and 1 of further axes"
         )
-
-
-def refilled(old: PyTree, new: PyTree, rows: Any) -> PyTree:
-    """An edited field in whose rows that are no layers nothing was edited.
-
-    What an edit writes there (`moments + 0.1`) optimizers would add up with what layers have.
-
-    Args:
-        old: a field of a state.
-        new: what takes its place.
-        rows: which layer each row of a stack holds, as a state says it.
-    """
-    if not same_structure(old, new) or all(min(layers, default=0) >= 0 for _, layers in rows):
-        return new
-    before, (leaves, structure) = jax.tree.leaves(old), jax.tree.flatten(new)
-    return jax.tree.unflatten(structure, [
-        _with_rows(leaf, had, tuple(layer >= 0 for layer in layers))
-        if min(layers, default=0) < 0 and leaf is not had and _is_edited(leaf, had, len(layers))
-        else leaf
-        for leaf, had, (_, layers) in zip(leaves, before, meant(structure, rows), strict=True)
-    ])  # fmt: skip
-
-
-def _is_edited(leaf: Any, had: Any, num: int) -> bool:
-    """Whether an array takes the place of one that keeps so many rows, where that lies.
-
-    One that a state had as it is, is none: whether its layers lie alike, is known of it. One that
-    lies elsewhere no step takes.
-    """
-    return (
-        isinstance(leaf, jax.Array)
-        and isinstance(had, jax.Array)
-        and not is_of_a_state(leaf)
-        and is_plain(leaf)
-        and leaf.shape == had.shape
-        and leaf.shape[:1] == (num,)
-        and not is_traced([leaf, had])
-        and not (leaf.is_deleted() or had.is_deleted())
-        and on_device(leaf.sharding).is_equivalent_to(on_device(had.sharding), leaf.ndim)
-    )
-
-
-def _with_rows(leaf: jax.Array, had: jax.Array, layers: tuple[bool, ...]) -> jax.Array:
-    """A leaf with the rows of another where these are no layers."""
-
-    def chosen(leaf: jax.Array, had: jax.Array) -> jax.Array:
-        own = np.asarray(layers).reshape(-1, *(1,) * (leaf.ndim - 1))
-        return jnp.where(own, leaf, had.astype(leaf.dtype))
-
-    # Either may be parked on the host, where nothing is computed.
-    here = on_device(leaf.sharding)
-    found = jax.jit(chosen, out_shardings=here)(*jax.device_put((leaf, had), here))
-    put: jax.Array = jax.device_put(found, leaf.sharding)
-    return put
 
 
 def _is_here(leaf: Any, was: Any) -> bool:

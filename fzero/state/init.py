@@ -26,7 +26,7 @@ from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initial_shapes, initializer
 from fzero.sharding.park import is_parked_so, park, unpark
 from fzero.sharding.relayout import copy_leaf
-from fzero.sharding.split import map_splits, trained, update_dtype
+from fzero.sharding.split import layers_alone, map_splits, trained, update_dtype
 from fzero.state import compute_copy
 from fzero.state.averages import start
 from fzero.state.fingerprint import compare
@@ -312,5 +312,5 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
 
 def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
-    own = trained(blue.params, params)
+    own = layers_alone(trained(blue.params), trained(blue.params, params))
     return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), own))

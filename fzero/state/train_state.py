@@ -99,10 +99,6 @@ class TrainState(Printed):
         """
         if "params" in changes:
             filling.require_unmoved(self.params, changes["params"], self.rows, self.padded)
-        for name in ("params", "ema", "opt_state"):
-            if name in changes:
-                old = getattr(self, name)
-                changes[name] = filling.refilled(old, changes[name], self.rows)
         new = dataclasses.replace(self, **changes)
         if "params" not in changes and "compute" in changes:
             compute_copy.require_copy(self.params, self.compute, new.compute)

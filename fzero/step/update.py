@@ -24,6 +24,7 @@ from fzero.sharding.group import Group
 from fzero.sharding.split import (
     Split,
     flat_splits,
+    layers_alone,
     map_splits,
     trained,
     update_dtype,
@@ -256,10 +257,8 @@ class Update:
         opt_state, ema = fields["opt_state"], fields["ema"]
         old = trained(blue.params, fields["params"])
         # Optimizers add up all rows, those that only fill up a shorter rank of a pipeline too.
-        params, sums = (
-            map_splits(lambda s, x: s.home.layers_alone(x) if s.home else x, self.splits, tree)
-            for tree in (old, sums)
-        )
+        params, sums = (layers_alone(self.splits, tree) for tree in (old, sums))
+        opt_state = layers_alone(blue.opt_state, opt_state)
 
         def whole(params: PyTree) -> PyTree:
             return with_frozen(blue.params, params, fields["params"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+import dataclasses
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -184,23 +185,28 @@ def unit(leaf):
     return leaf / jnp.sqrt(jnp.sum(leaf**2, range(1, leaf.ndim), keepdims=True))
 
 
-@pytest.mark.parametrize("field", ["params", "opt_state", "on the host"])
+@pytest.mark.parametrize(
+    "field",
+    ["params", "opt_state", "opt_state on the host", "params unseen", "opt_state unseen",
+     "opt_state on the host unseen"],
+)  # fmt: skip
 def test_what_an_edit_writes_where_no_layer_is_goes_no_further(field):
     """Moments are added up by a clip behind them; a new optimizer starts from parameters."""
     batch, parked = tiny.tokens(8), {"tiers": {"opt_state": "host"}, "stream_bytes": 2**20}
-    more = parked if field == "on the host" else {}
+    more = parked if "on the host" in field else {}
     tx = optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.3), optax.scale(-0.3))
 
     def edited(cut):
         state, _ = fz.train_step(tied(), tx, cut)(fz.init(tied(), tx, cut), batch)
-        if field == "params":
+        edit = partial(dataclasses.replace, state) if "unseen" in field else state.replace
+        if "params" in field:
             then = optax.contrib.dowg(1.0)
             moved = jax.tree.map(lambda leaf: leaf + 0.25, state.params)
-            state = fz.with_optimizer(state.replace(params=moved), tied(), tx, then, cut)
+            state = fz.with_optimizer(edit(params=moved), tied(), tx, then, cut)
         else:
             then, (momentum, *rest) = tx, state.opt_state
             trace = {**momentum.trace, "blocks": jax.tree.map(unit, momentum.trace["blocks"])}
-            state = state.replace(opt_state=(momentum._replace(trace=trace), *rest))
+            state = edit(opt_state=(momentum._replace(trace=trace), *rest))
         state, metrics = fz.train_step(tied(), then, cut)(state, batch)
         assert not metrics["nonfinite"]
         return fz.logical(tied(), state, cut)
