@@ -180,6 +180,15 @@ def test_what_an_edit_adds_to_filling_rows_is_not_counted():
     assert not np.asarray(state.params["blocks"]["w"])[1:3].any()  # rank 0 has one layer
 
 
+def by_first_norm():
+    """Updates as large as all parameters were together when it began."""
+
+    def update(updates, norm, params=None):
+        return jax.tree.map(lambda leaf: norm * leaf, updates), norm
+
+    return optax.GradientTransformation(optax.tree.norm, update)
+
+
 def unit(leaf):
     """Each layer's values by their norm: 0 / 0 where no layer is."""
     return leaf / jnp.sqrt(jnp.sum(leaf**2, range(1, leaf.ndim), keepdims=True))
@@ -201,6 +210,8 @@ def test_what_an_edit_writes_where_no_layer_is_goes_no_further(field):
         edit = partial(dataclasses.replace, state) if "unseen" in field else state.replace
         if "params" in field:
             then = optax.contrib.dowg(1.0)
+            if "unseen" in field:
+                then = optax.chain(by_first_norm(), optax.sgd(1e-2))
             moved = jax.tree.map(lambda leaf: leaf + 0.25, state.params)
             state = fz.with_optimizer(edit(params=moved), tied(), tx, then, cut)
         else:
