@@ -13,7 +13,9 @@ from pathlib import Path
 
 import matplotlib.image
 import numpy as np
+import optax
 import pytest
+from support import tiny
 
 import fzero as fz
 from fzero import cli
@@ -21,10 +23,11 @@ from fzero.offload.stream import Visit
 from fzero.pipeline import Cost, one_f_one_b, simulate
 from fzero.report.pages import render
 from fzero.runs import pictures, trace
-from fzero.runs.files import differences, read_run
+from fzero.runs.files import TIMELINE, differences, read_run
 from fzero.runs.pictures import CLASSES
 from fzero.runs.trace import Copies, Copy, chrome_trace
 from fzero.schedule.kinds import COLOURS
+from torch_bridge.run.about import Observed
 
 
 STEPS = 8
@@ -289,6 +292,27 @@ def test_copies_that_overlap_are_beside_each_other():
     assert [threads[e["tid"]] for e in events if e["ph"] == "X" and e["name"] in "abc"] == [
         "to host", "to host (2)", "to host",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_one_step_of_a_run_is_drawn(tmp_path, pipeline):
+    """The third of a pipeline, or of a step that copies: by then everything is compiled."""
+    if pipeline:
+        model, batch, plan = tiny.chain(2), tiny.tokens(8), tiny.plan(pipe=2, microbatches=2)
+    else:
+        model, batch = tiny.regression(), tiny.points(4)
+        plan = tiny.plan(data=1, tiers={"opt_state": "host"})
+    tx = optax.sgd(1e-2, momentum=0.9)
+    observed = Observed(fz.train_step(model, tx, plan), tmp_path, 8)
+    state = fz.init(model, tx, plan, rng=0)
+    for number in range(1, 5):
+        state, _ = observed(state, batch)
+        assert (tmp_path / TIMELINE).exists() == (number >= 3)
+    found = json.loads((tmp_path / TIMELINE).read_text())
+    assert found["step"] == 3
+    assert bool(found["copies"]) != pipeline
+    # Two stages, two microbatches, a forward and a backward pass of each.
+    assert len(found.get("events", ())) == (8 if pipeline else 0)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

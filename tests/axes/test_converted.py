@@ -220,6 +220,23 @@ def test_features_stay_divided_where_positions_are_taken():
     ]
 
 
+def test_features_of_which_some_are_taken_are_gathered_before():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 24, bias=False)
+            self.down = torch.nn.Linear(12, 8, bias=False)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x))[..., 12:])
+
+    said = str(tb.convert(Net(), torch.zeros(2, 5, 8), train=False).parallel)
+    assert said.splitlines() == [
+        "up.weight: columns, gathered, dim 0 of 24 parts (graph)",
+        "down.weight: rows, dim 1 of 12 parts (graph)",
+    ]
+
+
 def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
     """transformers' plans may name a layer by its number; a stack is divided as one, or not."""
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]

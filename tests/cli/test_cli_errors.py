@@ -312,14 +312,18 @@ def test_of_an_older_model_nothing_stays_beside_a_new_one(
     assert found == {"model.safetensors": "new", "config.json": "new", **dict.fromkeys(own, "old")}
 
 
-def test_only_process_0_logs_a_run_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, True])
+def test_only_process_0_logs_a_run_elsewhere(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "metrics.jsonl").write_text("so far")
     settings = TrainSettings(
         model="hf:here", data=DataSettings(("stdlib",), seq=16, eval_sequences=2), out=tmp_path,
         steps=1, batch=2, lr=1e-3, devices=None, eval_every=0, seed=0, plan_fields={},
-        log=("wandb",),
+        log=("wandb",), resume=resume,
     )  # fmt: skip
     own = [hosts.own(settings, fz.World("arguments", 2, process, {})) for process in (0, 1)]
     assert [(one.log, one.out == tmp_path) for one in own] == [(("wandb",), True), ((), False)]
+    # What there is to go on with is read by all of them.
+    assert (own[1].out / "metrics.jsonl").exists() is resume
 
 
 def test_a_bar_on_a_terminal_shows_loss_rate_and_remaining_time() -> None:

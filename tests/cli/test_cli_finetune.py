@@ -25,7 +25,11 @@ from safetensors.torch import load_file
 import fzero as fz
 import torch_bridge as tb
 from tests.support.tokens import TEMPLATE, VOCABULARY, byte_tokenizer
+from torch_bridge.run import models
 from torch_bridge.run.compose import _gauge
+from torch_bridge.run.errors import CommandError
+from torch_bridge.run.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.run.tuning_task import Tuning
 
 
 def llama(folder: Path, layers: int) -> Path:
@@ -135,6 +139,29 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
         want = tuned(input_ids=ids).logits
         torch.testing.assert_close(again(input_ids=ids).logits, want, atol=1e-5, rtol=0)
     assert "--out" in here("merge", "--model", base, "--adapter", out, "--out", out).stderr
+
+
+@pytest.mark.parametrize(
+    ("lora", "precision", "dtype"),
+    [
+        (None, "bf16", "fp32"),
+        (LoraSettings(2), "fp32", "fp32"),
+        (LoraSettings(2), "bf16", "bf16"),
+        (LoraSettings(2, base="fp32"), "bf16", "fp32"),
+        (LoraSettings(2, base="bf16"), "fp32", "bf16"),
+        (LoraSettings(2, base="nf4"), "bf16", "bf16"),  # quantised after it was read
+    ],
+)
+def test_frozen_weights_are_read_in_the_dtype_that_they_are_kept_in(
+    monkeypatch: pytest.MonkeyPatch, lora: Any, precision: str, dtype: str
+) -> None:
+    loaded = SimpleNamespace(spec="hf:here", tokenizer=None)
+    read: list[str] = []
+    monkeypatch.setattr(models, "load", lambda spec, seed, kept: read.append(kept) or loaded)
+    settings: Any = SimpleNamespace(model="hf:here", seed=0, precision=precision)
+    with pytest.raises(CommandError, match="hf:here: expected a tokenizer"):
+        Tuning(RowSettings(("chat.jsonl",), 8), lora).load(settings)
+    assert read == [dtype]
 
 
 @pytest.mark.nightly

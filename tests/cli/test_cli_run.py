@@ -22,6 +22,7 @@ import fzero as fz
 from torch_bridge.run import data, loop, resume, verify
 from torch_bridge.run.errors import CommandError
 from torch_bridge.run.settings import DataSettings
+from torch_bridge.run.tasks import Trained
 
 
 pytestmark = pytest.mark.slow
@@ -324,7 +325,17 @@ def test_a_tokenizer_in_the_model_directory_is_used_and_handed_on(
     assert summary_of(tmp_path / "second")["val_loss_first"] == summary["val_loss_last"]
 
 
-def test_a_run_that_ended_as_it_was_stopped_was_not_interrupted() -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_a_tokenizer_is_written_beside_weights(tmp_path: Path, there: bool) -> None:
+    tokenizer = types.SimpleNamespace(save_pretrained=lambda folder: (folder / "it").touch())
+    loaded: Any = types.SimpleNamespace(config=None, tokenizer=tokenizer if there else None)
+    nothing: Any = None
+    Trained(loaded, nothing, nothing, nothing, nothing).save_around(tmp_path)
+    assert (tmp_path / "it").exists() is there
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_run_that_ended_as_it_was_stopped_was_not_interrupted(after: int) -> None:
     history, saved = loop.History(), []
     recorder = types.SimpleNamespace(
         history=history, pause=lambda: None, resume=lambda: None, say=lambda text: None,
@@ -337,7 +348,7 @@ def test_a_run_that_ended_as_it_was_stopped_was_not_interrupted() -> None:
         agreed = ""
 
         def agree(self) -> None:
-            self.agreed = "SIGTERM" if history.losses else ""
+            self.agreed = "SIGTERM" if len(history.losses) == after else ""
 
     corpus = types.SimpleNamespace(num_tokens=lambda *_: 1)
     feed: Any = types.SimpleNamespace(train=lambda *_: None, corpus=corpus)
@@ -346,4 +357,6 @@ def test_a_run_that_ended_as_it_was_stopped_was_not_interrupted() -> None:
     stop: Any = Stop()
     save: Any = lambda *given: saved.append(given)  # noqa: E731
     loop.fit(0, step, lambda state: 0.0, feed, recorder, stop, settings, save)
-    assert (history.interrupted, saved) == (False, [])
+    # None is begun that nobody wants any more, and the last one leaves nothing to go on with.
+    assert len(history.losses) == after
+    assert (history.interrupted, saved) == ((False, []) if after else (True, [(0, 0)]))

@@ -103,6 +103,7 @@ def check_parity(
     )
     (_, got), (param_grads, input_grads) = grad_fn(converted.params, floats)
     for g, w in zip(got, want, strict=True):
+        assert g.shape == tuple(w.shape)
         assert relative_error(g, w.detach().numpy()) <= forward_rtol
     if any(differentiable):
         sum(

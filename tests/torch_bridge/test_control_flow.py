@@ -98,13 +98,21 @@ class Slopes(Functional):
         return closed, value, each, *columns, *pushed
 
 
+class Columns(Functional):
+    """Rows of a result that lie along its last dim, or are one for all."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        dims = (-1, 0, None)
+        return torch.vmap(lambda row: (row.sin(), row.sum(), torch.ones(2)), out_dims=dims)(x)
+
+
 def leaves(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Chosen, Scanned, Forces, Slopes]
+    [Chosen, Scanned, Forces, Slopes, Columns]
     + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional)],
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:

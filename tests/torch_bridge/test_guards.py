@@ -190,6 +190,22 @@ def in_closure() -> Callable[[], int]:
     return step
 
 
+def in_default() -> Callable[[], int]:
+    def step(calls: list[int] = [], *, given: int = 2) -> int:  # noqa: B006
+        calls.append(given)
+        return len(calls)
+
+    return step
+
+
+def in_keyword_default() -> Callable[[], int]:
+    def step(given: int = 2, *, calls: list[int] = []) -> int:  # noqa: B006
+        calls.append(given)
+        return len(calls)
+
+    return step
+
+
 class Late(nn.Module):
     """Does something else in every hundredth call."""
 
@@ -228,6 +244,8 @@ def hooked() -> nn.Module:
         (Late(in_object()), "`counter` of step.calls: 0, then 1"),
         (Late(in_array()), "`count` of step"),
         (Late(in_closure()), "the length of `calls` of step: 0, then 1"),
+        (Late(in_default()), "the length of default 0 of step: 0, then 1"),
+        (Late(in_keyword_default()), "the length of default `calls` of step: 0, then 1"),
         (Late(in_global()), r"global COUNTED\['calls'\]: "),
         (Late(Calls.in_class), "Calls.number: 0, then 1"),
         (Late(Calls.in_length), "the length of Calls.given: 0, then 1"),

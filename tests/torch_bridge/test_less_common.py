@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -271,18 +272,6 @@ def test_parts_of_conjugates_and_convolutions_in_time() -> None:
         2 * torch.complex(x, x).conj().imag, 2 * (z + x).mH.imag, 2 * torch.fft.fft(x).conj().imag,
         F.conv_tbc(x[:, None], k, k[0, 0], 1),
     )), draw(3, 4), kernel)  # fmt: skip
-
-
-def test_covariances_may_be_weighted() -> None:
-    times, weights = torch.tensor([1, 0, 3, 2]), torch.tensor([0.5, 1.0, 2.0, 0.1])
-
-    def every_kind(x: torch.Tensor) -> Any:
-        return [
-            torch.cov(x, correction=c, fweights=f, aweights=a)
-            for c in (0, 1) for f in (None, times) for a in (None, weights)
-        ]  # fmt: skip
-
-    check_parity(Fn(every_kind), draw(3, 4))
 
 
 def test_segments_bags_and_places() -> None:
@@ -553,3 +542,23 @@ def test_a_training_that_scales_rows_is_refused_by_name() -> None:
 @pytest.mark.parametrize("order", ["nuc", 2, -2])
 def test_norms_of_matrices_lie_along_any_dims(order: Any) -> None:
     check_parity(Fn(lambda x: torch.linalg.matrix_norm(x, order, dim=(0, 2))), draw(3, 2, 4))
+
+
+def test_condition_numbers_are_those_of_every_norm() -> None:
+    """Their values alone: PyTorch's gradient of the largest sum's raises."""
+    orders = [None, 2, -2, 1, -1, math.inf, -math.inf, "fro", "nuc"]
+    module, x = Fn(lambda x: [torch.linalg.cond(x, order) for order in orders]), draw(2, 3, 3)
+    for found, expected in zip(tb.convert(module, x)(x.numpy()), module(x), strict=True):
+        np.testing.assert_allclose(found, expected.detach(), rtol=1e-5)
+
+
+def test_covariances_are_weighted_by_counts_and_by_importance() -> None:
+    often, much = torch.tensor([1, 3, 2, 1]), torch.tensor([0.5, 1.0, 0.25, 2.0])
+    kinds: Any = [{"fweights": often}, {"aweights": much}, {"fweights": often, "aweights": much}]
+    kinds += [one | {"correction": 0} for one in kinds]
+    check_parity(Fn(lambda x: [torch.cov(x, **one) for one in kinds]), draw(3, 4))
+
+
+def test_a_covariance_of_complex_numbers_is_complex() -> None:
+    turned = Fn(lambda x: torch.view_as_real(torch.cov(torch.complex(x, x.cos()))))
+    check_parity(turned, draw(3, 4))

@@ -54,6 +54,15 @@ def test_an_argument_that_makes_no_adapter_is_named(base, given, told):
         tb.lora(base, **given)
 
 
+@pytest.mark.parametrize("function", [tb.lora, tb.quantize, tb.generate])
+def test_a_module_that_is_not_converted_is_named(function):
+    told = f"^{function.__name__}: expected what tb.convert gave, got a Linear"
+    given = ({}, [[0]]) if function is tb.generate else ()
+    options = {"max_new_tokens": 1} if function is tb.generate else {}
+    with pytest.raises(fz.ConversionError, match=told):
+        function(torch.nn.Linear(4, 4), *given, **options)
+
+
 def test_numbers_of_numpy_are_numbers(base, tmp_path):
     own = tb.lora(
         base, rank=np.int64(2), targets=iter(["0"]), alpha=np.float32(3), dropout=np.float64(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -273,7 +274,10 @@ def test_tensors_of_ones_own_are_constants() -> None:
     module.table, module.nothing = torch.randn(4), torch.zeros(0)
     module.register_buffer("empty", torch.zeros(0))  # in no memory, as the other one
     module.forward = lambda x: (  # type: ignore[method-assign]
-        module.teacher[0](x) * module.table + module.nothing.sum()
+        module.teacher[0](x) * module.table
+        + module.nothing.sum()
+        # The same in every trace, though NaN equals nothing.
+        + torch.tensor([math.nan, 1.0]).nan_to_num().sum()
     )
     converted = tb.convert(module, X)
     out = converted.apply(converted.params, converted.buffers, X.numpy()).output

@@ -519,7 +519,7 @@ class OverTime(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = x.shape[-1]
-        mixed = self.conv(x)[..., :length]
+        mixed = self.conv(x[..., :length])[..., :length]
         return x + torch.stack([mixed[..., t].tanh() for t in range(length)], -1)
 
 

@@ -111,6 +111,7 @@ def agree(fn: Callable[..., Any], *inputs: torch.Tensor) -> None:
     """Asserts PyTorch's values and gradients: float32's roundings, NaN where it has NaN."""
     want, got, wanted, found = both(fn, *inputs)
     assert want.dtype == got.dtype or want.dtype == np.int64
+    assert want.shape == got.shape
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     for g, w, x in zip(found, wanted, inputs, strict=bool(found)):
         # A NaN has no slope: whatever loss it reaches is NaN in both.
@@ -231,6 +232,7 @@ def test_margins_that_are_just_kept(options):
     agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0])
     each = {**options, "reduction": "none"}
     agree(lambda x: F.multi_margin_loss(x, torch.tensor([1]), **each), x[0])
+    agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **each), x[:1])
 
 
 @pytest.mark.parametrize("of", [torch.median, torch.nanmedian])

@@ -472,6 +472,23 @@ def test_values_are_not_put_into_a_module_of_another_shape(
     tb.load_into(Tied(tied), state)
 
 
+def test_a_name_that_looks_like_blocks_is_a_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ParameterDict({"a*": torch.ones(3), "b[0:2]": torch.ones(3)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.own["a*"] + self.own["b[0:2]"]
+
+    module = Named()
+    converted = tb.convert(module, torch.ones(2, 3))
+    state = fz.init(converted.model(lambda f, x: jnp.mean(f(x))), None, fz.Plan(data=1))
+    twice = state.replace(params={name: 2 * value for name, value in state.params.items()})
+    tb.load_into(module, twice)
+    assert all((p == 2).all() for p in module.parameters())
+
+
 def test_values_too_large_for_half_a_float_are_refused() -> None:
     wide = nn.Linear(4, 4)
     nn.init.constant_(wide.weight, 1e6)

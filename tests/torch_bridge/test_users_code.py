@@ -269,9 +269,32 @@ class GathersByName(nn.Linear):
         return super().forward(x) * (get_world_size() if is_initialized() else 1)
 
 
+class GathersByPath(nn.Linear):
+    """The same, by the path of PyTorch's module alone."""
+
+    several = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.several:
+            torch.distributed.all_reduce(y)
+        return y
+
+
+class GathersNothing(nn.Linear):
+    """Has a function of its own that is called as one of PyTorch's."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.broadcast(super().forward(x))
+
+
 ASKS = {
     r"Gathers.forward asks torch.distributed \(all_gather, is_initialized\)": (Gathers, True),
     r"GathersByName.forward asks torch.distributed \(get_world_": (GathersByName, True),
+    r"GathersByPath.forward asks torch.distributed \(all_reduce\)": (GathersByPath, True),
     "Asks.forward asks is_compiling": (Asks, False),
     "asked_by_another_name asks is_compiling": (AsksElsewhere, True),
     "AsksInABranch.forward asks is_exporting": (AsksInABranch, True),
@@ -290,6 +313,12 @@ def test_a_question_whether_it_is_exported_or_alone_is_named(
     assert [one.category for one in seen].count(tb.TracedBranchWarning) == 1
     assert torch.compiler.is_compiling is own
     assert tb.parity(module, converted, x).agrees is agrees
+
+
+def test_a_function_of_ones_own_asks_no_other_process() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tb.TracedBranchWarning)
+        tb.convert(GathersNothing(4, 4), torch.ones(3, 4))
 
 
 class KeepsItsNorm(nn.Sequential):

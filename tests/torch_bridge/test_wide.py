@@ -115,7 +115,8 @@ def test_what_fits_stays_in_32_bits() -> None:
         few = x.clamp(0, 9)
         places = rows[:, None] - rows + 1, (x > 3).sum(1), x.argmax(1) + 1
         bounded = x.clamp(max=9).clamp(min=0), torch.fill(few, 2), torch.rsub(few, 1)
-        return *places, few * 7, *(one * 7 for one in bounded)
+        added = few.scatter(1, PLACES, few[:, :2], reduce="add")
+        return *places, few * 7, added * 7, *(one * 7 for one in bounded)
 
     converted = tb.convert(Fn(positions), IDS, train=False)
     program = str(jax.make_jaxpr(converted)(IDS.numpy().astype(np.int32)))

@@ -66,7 +66,7 @@ def multi_margin_loss(
         terms = terms * jnp.take(cast(weight, x.dtype), labels)[:, None]
     losses = jnp.sum(terms, 1) / rows.shape[1]
     losses = jnp.where((labels < 0) | (labels >= rows.shape[1]), jnp.nan, losses)
-    return _reduce(losses if x.ndim > 1 else jnp.reshape(losses, target.shape), reduction)
+    return _reduce(jnp.reshape(losses, target.shape), reduction)
 
 
 @register_operator("aten.multilabel_margin_loss_forward.default")

@@ -85,8 +85,7 @@ def embedding_bag(
     bags = offsets.shape[0] - int(include_last_offset)
     begins = offsets[:bags]
     bag = jnp.searchsorted(begins, jnp.arange(count), side="right").astype(np.int32) - 1
-    padding = padding_idx + weight.shape[0] if padding_idx < -1 else padding_idx
-    kept = indices != padding if padding >= 0 else jnp.ones(indices.shape, bool)
+    kept = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool)
     position = jnp.where(kept, bag, bags)
     places = not_negative(indices, weight.shape[0])
     rows = taken(weight, lambda table: jnp.take(table, places, axis=0))

@@ -41,13 +41,15 @@ def test_inspect_shows_what_is_there() -> None:
     assert "Adam at step 8, moments of 7 numbered parameters" in shown(DATA / "lightning.ckpt")
 
 
-def test_inspect_as_json() -> None:
+def test_inspect_as_json(tmp_path: Path) -> None:
     found = json.loads(shown(DATA / "zero1", "--json"))
     assert found["format"] == "DeepSpeed ZeRO-1/2"
     assert found["tensors"]["inner.weight"] == {"dtype": "float32", "shape": [13, 5]}
     assert found["ties"] == {"outer.weight": "inner.weight"}
     assert found["optimizer"]["step"] == 3
     assert len(found["optimizer"]["parameters"]) == 7
+    torch.save({"w": torch.ones(1)}, tmp_path / "m.pt")
+    assert json.loads(shown(tmp_path / "m.pt", "--json"))["optimizer"] is None
 
 
 def test_names_cannot_talk_to_the_terminal(tmp_path: Path) -> None:

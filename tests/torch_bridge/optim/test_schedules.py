@@ -92,6 +92,9 @@ ENDING = {
     "chained-cosine": lambda o: lrs.ChainedScheduler(
         [lrs.ConstantLR(o, 0.5, 3), lrs.CosineAnnealingLR(o, 9)]
     ),
+    "chained-cycle": lambda o: lrs.ChainedScheduler(
+        [lrs.OneCycleLR(o, 0.3, NUM_STEPS), lrs.StepLR(o, 7, 0.8)]
+    ),
 }
 
 

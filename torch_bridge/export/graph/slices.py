@@ -13,7 +13,7 @@ import torch
 from torch_bridge.export.shapes import as_dim
 
 
-_SLICE = "aten.slice.Tensor"
+_SLICE, _ALIAS = "aten.slice.Tensor", "aten.alias.default"
 
 
 def tidy_slices(graph_module: torch.fx.GraphModule) -> None:
@@ -24,10 +24,11 @@ def tidy_slices(graph_module: torch.fx.GraphModule) -> None:
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or str(node.target) != _SLICE:
+        if node.op != "call_function" or str(node.target) not in (_SLICE, _ALIAS):
             continue
         source, dim, start, end, step = _arguments(node)
-        whole = _shape(node) == _shape(source) and step == 1
+        # An alias is what PyTorch makes of a slice that it knows to be whole.
+        whole = str(node.target) == _ALIAS or (_shape(node) == _shape(source) and step == 1)
         if whole and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(source)
             graph.erase_node(node)

@@ -286,6 +286,16 @@ def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) 
     return torch.ops.aten.resize_as_(input, the_template, **kwargs)
 
 
+@_instead_of(torch.linalg.cond)
+def _cond(A: torch.Tensor, p: Any = None) -> torch.Tensor:
+    """With norms of an inverse PyTorch counts elements, which are not known while it is traced."""
+    if p not in ("fro", "nuc"):
+        return torch.linalg.cond(A, p)
+    inverse, info = torch.linalg.inv_ex(A)
+    found = torch.linalg.matrix_norm(A, p) * torch.linalg.matrix_norm(inverse, p)
+    return torch.where(info == 0, found, torch.inf)
+
+
 @_instead_of(torch.conv_tbc)
 def _conv_tbc(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0
