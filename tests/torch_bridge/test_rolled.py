@@ -510,6 +510,11 @@ def test_blocks_with_other_wide_numbers_are_not_one_loop() -> None:
     assert [run.num for run in alike.blocks.stacks] == [3], str(alike.blocks)
 
 
+class All(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., : x.shape[-1]]
+
+
 class OverTime(nn.Module):
     """Cuts a padded convolution to the length, and runs a Python loop over it, as Mamba does."""
 
@@ -521,6 +526,13 @@ class OverTime(nn.Module):
         length = x.shape[-1]
         mixed = self.conv(x[..., :length])[..., :length]
         return x + torch.stack([mixed[..., t].tanh() for t in range(length)], -1)
+
+
+def test_a_slice_of_everything_may_be_returned() -> None:
+    """PyTorch makes an alias of it, where the length is fixed by then."""
+    module = nn.Sequential(OverTime(), All())
+    x = torch.randn(2, 4, 5)
+    np.testing.assert_allclose(tb.convert(module, x)(x), module(x).detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_slices_are_alike_though_the_length_was_fixed_in_the_first_block() -> None:

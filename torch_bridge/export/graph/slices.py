@@ -32,7 +32,7 @@ def tidy_slices(graph_module: torch.fx.GraphModule) -> None:
         if whole and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        else:
+        elif str(node.target) == _SLICE:
             node.args, node.kwargs = (source, dim, start, end, step), {}
     graph_module.recompile()
 
