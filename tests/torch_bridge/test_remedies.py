@@ -59,6 +59,18 @@ def test_what_torch_says_of_a_trace_comes_with_a_remedy(function: Any, remedy: s
         tb.convert(Applies(function), X)
 
 
+def test_what_is_asserted_of_values_is_left_out() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 9).all())
+        torch._check((x < 9).all().item())
+        return x * 2
+
+    found = tb.convert(Applies(checked), X)(10 * X)  # which PyTorch refuses
+    np.testing.assert_array_equal(found, 20 * X)
+    with pytest.raises(RuntimeError):
+        checked(10 * X)
+
+
 def test_arguments_of_other_kinds_are_told_what_to_be() -> None:
     with pytest.raises(ConversionError, match=r"numpy\.float32.*float\(x\) for a number of NumPy"):
         tb.convert(Applies(torch.tanh), X, k=np.float32(2))
