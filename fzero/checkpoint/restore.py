@@ -243,7 +243,7 @@ class _StoredState:
         """Finds whose moments those are that paths do not tell of.
 
         Raises:
-            CheckpointError: of some nothing tells.
+            CheckpointError: of some moments nothing tells whose they are.
         """
         params = trained(self.blue.params)
         learned = [f"{split.path}/" for split in flat_splits(params)]
