@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import jax
+from jax.interpreters import mlir
 
 
 # Programs as small as these are not worth cutting into parts for several threads: a third of the
@@ -42,6 +45,25 @@ def from_now_on() -> None:
     given = os.environ.get("XLA_FLAGS", "")
     if FLAGS not in given:  # a worker has its parent's
         os.environ["XLA_FLAGS"] = f"{FLAGS} {given}".strip()
+    share_contexts()
+
+
+def share_contexts(programs: int = 64) -> None:
+    """As many programs are written down in one context of MLIR, not each in its own.
+
+    To make one, with all of its dialects, takes a third of a tiny program's way to the compiler. It
+    keeps the constants of what it wrote, so that it is not kept for good.
+    """
+    made, here = mlir.make_ir_context, threading.local()
+
+    def shared() -> Any:
+        if getattr(here, "left", 0) == 0:
+            here.context, here.left = made(), programs
+        here.left -= 1
+        return here.context
+
+    # Where jax itself looks it up; were it elsewhere, each would have its own again.
+    vars(sys.modules[made.__module__])["make_ir_context"] = shared
 
 
 def environment_of_users() -> dict[str, str]:

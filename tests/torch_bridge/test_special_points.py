@@ -80,36 +80,56 @@ class Fn(nn.Module):
         return self.fn(*x)
 
 
-def both(fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """Outputs and gradients of their sums, PyTorch's and ours."""
-    tracked = [x.clone().requires_grad_() for x in inputs]
-    want = fn(*tracked)
-    # A function without a gradient (round of nothing) has none here either.
-    slopes = want.requires_grad
-    grads = torch.autograd.grad(want.sum(), tracked, allow_unused=True) if slopes else ()
-    converted = tb.convert(Fn(fn), *inputs, train=False)
-    arrays = [jnp.asarray(x.numpy()) for x in inputs]
+def all_at_once(cases: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]) -> Any:
+    """Of each function on inputs of its own, outputs and gradients of their sums: PyTorch's and
+    ours. All are one module: converted and compiled one by one, they take ten times as long."""
+    tracked = {name: [x.clone().requires_grad_() for x in xs] for name, (_, xs) in cases.items()}
+    wants = {name: fn(*tracked[name]) for name, (fn, _) in cases.items()}
 
-    def run(arrays: list[jax.Array]) -> jax.Array:
-        return converted.apply({}, converted.buffers, *arrays).output
+    def each(inputs: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+        return {name: fn(*inputs[name]) for name, (fn, _) in cases.items()}
+
+    inputs = {name: list(xs) for name, (_, xs) in cases.items()}
+    converted = tb.convert(Fn(each), inputs, train=False)
+    arrays = {name: [jnp.asarray(x.numpy()) for x in xs] for name, xs in inputs.items()}
+    # A function without a gradient (round of nothing) has none here either.
+    sloped = {name: arrays.pop(name) for name, want in wants.items() if want.requires_grad}
 
     @jax.jit  # one program: operator by operator, compiling takes twice as long
-    def sloped(arrays: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        got, pull = jax.vjp(run, arrays)
-        return got, *pull(jnp.ones_like(got))
+    def run(sloped: Any, others: Any) -> Any:
+        def outputs(sloped: Any) -> Any:
+            given = {name: {**sloped, **others}[name] for name in cases}
+            return converted.apply({}, converted.buffers, given).output
 
-    if not slopes:
-        return want.numpy(), np.asarray(jax.jit(run)(arrays)), [], []
-    got, found = sloped(arrays)
-    wanted = [
-        np.zeros(x.shape) if g is None else g.numpy() for g, x in zip(grads, inputs, strict=True)
-    ]
-    return want.detach().numpy(), np.asarray(got), wanted, [np.asarray(g) for g in found]
+        got, pull = jax.vjp(outputs, sloped)
+        return got, pull({name: jnp.ones_like(y) for name, y in got.items()})
+
+    got, (found,) = run(sloped, arrays)
+    results = {}
+    for name, want in wants.items():
+        slopes = want.requires_grad
+        grads = torch.autograd.grad(want.sum(), tracked[name], allow_unused=True) if slopes else ()
+        wanted = [
+            np.zeros(x.shape) if g is None else g.numpy()
+            for g, x in zip(grads, inputs[name] if slopes else (), strict=True)
+        ]
+        of_ours = [np.asarray(g) for g in found.get(name, ())]
+        results[name] = want.detach().numpy(), np.asarray(got[name]), wanted, of_ours
+    return results
+
+
+def both(fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """Outputs and gradients of one function."""
+    return all_at_once({"": (fn, inputs)})[""]
 
 
 def agree(fn: Callable[..., Any], *inputs: torch.Tensor) -> None:
     """Asserts PyTorch's values and gradients: float32's roundings, NaN where it has NaN."""
-    want, got, wanted, found = both(fn, *inputs)
+    require_equal(both(fn, *inputs), inputs)
+
+
+def require_equal(result: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    want, got, wanted, found = result
     assert want.dtype == got.dtype or want.dtype == np.int64
     assert want.shape == got.shape
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -128,15 +148,28 @@ ABOVE = ~POINTS.signbit() | (POINTS < 0)
 ELSEWHERE = {"gelu": POINTS.isfinite(), "rsqrt": ~(POINTS == 0), "logit": ABOVE}
 
 
+# Zeros, bounds, tiny and huge numbers, each with each other.
+GRID = tuple(x.reshape(-1) for x in torch.meshgrid(*[POINTS[:-1]] * 2, indexing="ij"))
+CASES = {
+    **{name: (fn, (POINTS[ELSEWHERE.get(name, slice(None))],)) for name, fn in UNARY.items()},
+    **{f"{name} of pairs": (fn, GRID) for name, fn in PAIRS.items()},
+    **{f"{name} of rows": (fn, (EQUAL,)) for name, fn in ROWS.items()},
+}
+
+
+@functools.cache
+def of_cases() -> Any:
+    return all_at_once(CASES)
+
+
 @pytest.mark.parametrize("name", UNARY)
 def test_elementwise(name):
-    agree(UNARY[name], POINTS[ELSEWHERE.get(name, slice(None))])
+    require_equal(of_cases()[name], CASES[name][1])
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name):
-    """Each of zeros, bounds, tiny and huge numbers with each other."""
-    agree(PAIRS[name], *(x.reshape(-1) for x in torch.meshgrid(*[POINTS[:-1]] * 2, indexing="ij")))
+    require_equal(of_cases()[f"{name} of pairs"], GRID)
 
 
 @pytest.mark.parametrize("name", ["copysign", "nextafter"])
@@ -174,7 +207,7 @@ def test_bessel_and_airy_functions_have_no_gradient():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_equal_values_and_zeros(name):
-    agree(ROWS[name], EQUAL)
+    require_equal(of_cases()[f"{name} of rows"], (EQUAL,))
 
 
 def test_angles_at_the_origin():

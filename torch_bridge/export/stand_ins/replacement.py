@@ -26,13 +26,14 @@ def imported(module: str, name: str) -> Any:
 
 def transformers_modules() -> tuple[Any, ...]:
     """Models of transformers that are imported; thousands of other modules are passed by once."""
-    return _of_transformers(tuple(sys.modules))
+    return _of_transformers(len(sys.modules), next(reversed(sys.modules)))
 
 
 @functools.lru_cache(maxsize=1)
-def _of_transformers(imported: tuple[str, ...]) -> tuple[Any, ...]:
-    names = (name for name in imported if name.startswith("transformers.models."))
-    return tuple(sys.modules[name] for name in names if name in sys.modules)
+def _of_transformers(_count: int, _last: str) -> tuple[Any, ...]:
+    """Those there are while so many modules are imported, of which the last is this one."""
+    modules = list(sys.modules.items())
+    return tuple(module for name, module in modules if name.startswith("transformers.models."))
 
 
 @contextlib.contextmanager
