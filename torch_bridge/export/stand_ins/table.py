@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import ConversionError
 from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.arrays import OF_ARRAYS
+from torch_bridge.export.stand_ins.assigned import ASSIGNMENTS, assignments_written
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
@@ -117,7 +118,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
-        (torch.nn.Module, "__setattr__", _assigned),
+        *ASSIGNMENTS,
         (Distribution, "__init__", unchecked),
         *RANDOM_NUMBERS,
         OF_SIZES,
@@ -132,6 +133,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
             _Mode(packed, rows), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
             causal_masks(), functional_gradients(), synchronized_batch_norms(), unseeded(),
+            assignments_written(module),
         ):  # fmt: skip
             yield
     finally:
@@ -150,29 +152,6 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
             " .to(dtype) on that part once before tb.convert, or cast what it computes with."
         )
     return self
-
-
-_assign = torch.nn.Module.__setattr__
-
-
-def _assigned(self: Any, name: str, value: Any) -> None:
-    """Of a buffer that is assigned to, as one that keeps its dtype: a state's do."""
-    own = self.__dict__.get("_buffers", {}).get(name)
-    if (
-        isinstance(own, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and _kind(own) != _kind(value)
-    ):
-        raise ConversionError(
-            f"the forward assigns {value.dtype} to the buffer `{name}` of a {type(self).__name__},"
-            f" which is {own.dtype}: from step to step a state keeps one dtype. Register it as"
-            f" {value.dtype}, or write into it (self.{name}.copy_(value)), which casts."
-        )
-    _assign(self, name, value)
-
-
-def _kind(tensor: torch.Tensor) -> tuple[bool, ...]:
-    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 # Methods of a module that cast it.

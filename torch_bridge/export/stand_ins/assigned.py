@@ -1,0 +1,130 @@
+"""Buffers that a forward assigns anew (`self.mean = self.mean * 0.9 + ...`), of any submodule.
+
+torch.export sees such an assignment to the outermost module alone, and keeps the old values of
+all others without a word. While a module is exported, assignments are Python's, as they are
+without torch.export: what read the buffer before has its old value. At the end of the forward,
+what a buffer is then is written into the one that there was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fzero.errors import ConversionError
+from torch_bridge.export.stand_ins.replacement import StandIn
+
+
+_assign = torch.nn.Module.__setattr__
+_register = torch.nn.Module.register_buffer
+
+
+def _assigned(self: Any, name: str, value: Any) -> None:
+    """An assignment to a buffer that there is, of which torch.export is not told."""
+    if _is_buffer(self, name) and isinstance(value, torch.Tensor):
+        self._buffers[name] = value
+    else:
+        _assign(self, name, value)
+
+
+def _registered(self: Any, name: str, tensor: Any, persistent: bool = True) -> None:
+    if _is_buffer(self, name) and isinstance(tensor, torch.Tensor):
+        self._buffers[name] = tensor
+    else:
+        _register(self, name, tensor, persistent)
+
+
+ASSIGNMENTS: tuple[StandIn, ...] = (
+    (torch.nn.Module, "__setattr__", _assigned),
+    (torch.nn.Module, "register_buffer", _registered),
+)
+
+
+def _is_buffer(module: Any, name: str) -> bool:
+    return isinstance(module.__dict__.get("_buffers", {}).get(name), torch.Tensor)
+
+
+@contextlib.contextmanager
+def assignments_written(module: torch.nn.Module) -> Iterator[None]:
+    """While a module is exported: buffers are written at the end of each forward.
+
+    Raises:
+        ConversionError: of the forward, where it assigns a parameter, a tensor of another shape or
+            kind, or one of two buffers that are one tensor.
+    """
+    begun: list[list[tuple[str, dict[str, Any], str, torch.Tensor]]] = []
+
+    def begin(*_: Any) -> None:
+        begun.append(
+            [
+                (f"{path}.{name}" if path else name, own, name, tensor)
+                for path, m in module.named_modules()
+                for own in (m._parameters, m._buffers)
+                for name, tensor in own.items()
+                if tensor is not None
+            ]
+        )
+
+    def end(*_: Any) -> None:
+        there = begun.pop()
+        moved = [
+            (path, own, name, old) for path, own, name, old in there if own.get(name) is not old
+        ]
+        for path, own, name, old in moved:
+            others = [p for p, *_, tensor in there if tensor is old and p != path]
+            _require_kept(path, old, own.get(name), others)
+        with torch.no_grad():
+            # All of them before the first is written: two buffers may have changed places.
+            values = [own[name].clone() for _, own, name, _ in moved]
+            for (_, own, name, old), value in zip(moved, values, strict=True):
+                own[name] = old.copy_(value)
+
+    handles = [
+        module.register_forward_pre_hook(begin, prepend=True),
+        module.register_forward_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _require_kept(path: str, old: torch.Tensor, new: Any, others: list[str]) -> None:
+    """Raises `ConversionError` unless a state can keep the new value where it keeps the old one."""
+    if isinstance(old, torch.nn.Parameter):
+        raise ConversionError(
+            f"the forward assigns the parameter `{path}` anew: what a state trains, its optimizer"
+            " changes. Keep what the forward computes in a buffer (register_buffer, then"
+            " self.name.copy_(value)), and read it where the parameter was read."
+        )
+    if not isinstance(new, torch.Tensor):
+        raise ConversionError(
+            f"the forward takes the buffer `{path}` away, which a state keeps from step to step."
+            " Write into it (self.name.copy_(value))."
+        )
+    if others:
+        raise ConversionError(
+            f"the forward assigns the buffer `{path}` anew, which is one tensor with {others[0]}:"
+            " from then on they would be two. Give each its own (clone()) before tb.convert, or"
+            " write into both (self.name.copy_(value))."
+        )
+    if new.shape != old.shape:
+        raise ConversionError(
+            f"the forward assigns a tensor of shape {tuple(new.shape)} to the buffer `{path}`, which"
+            f" is {tuple(old.shape)}: from step to step a state keeps one shape. Register it with"
+            " the shape that it comes to have, or keep what grows outside of the module."
+        )
+    if _kind(new) != _kind(old):
+        raise ConversionError(
+            f"the forward assigns {new.dtype} to the buffer `{path}`, which is {old.dtype}: from step"
+            f" to step a state keeps one dtype. Register it as {new.dtype}, or write into it"
+            " (self.name.copy_(value)), which casts."
+        )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, ...]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
