@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,15 @@ def _is_buffer(module: Any, name: str) -> bool:
     return isinstance(module.__dict__.get("_buffers", {}).get(name), torch.Tensor)
 
 
+class _Held(NamedTuple):
+    """A parameter or buffer as a forward found it, and the dict of a module that has it by name."""
+
+    path: str
+    own: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+
+
 @contextlib.contextmanager
 def assignments_written(module: torch.nn.Module) -> Iterator[None]:
     """While a module is exported: buffers are written at the end of each forward.
@@ -55,12 +64,12 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
         ConversionError: of the forward, where it assigns a parameter, a tensor of another shape or
             kind, or one of two buffers that are one tensor.
     """
-    begun: list[list[tuple[str, dict[str, Any], str, torch.Tensor]]] = []
+    begun: list[list[_Held]] = []
 
     def begin(*_: Any) -> None:
         begun.append(
             [
-                (f"{path}.{name}" if path else name, own, name, tensor)
+                _Held(f"{path}.{name}" if path else name, own, name, tensor)
                 for path, m in module.named_modules()
                 for own in (m._parameters, m._buffers)
                 for name, tensor in own.items()
@@ -69,18 +78,16 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
         )
 
     def end(*_: Any) -> None:
-        there = begun.pop()
-        moved = [
-            (path, own, name, old) for path, own, name, old in there if own.get(name) is not old
-        ]
-        for path, own, name, old in moved:
-            others = [p for p, *_, tensor in there if tensor is old and p != path]
-            _require_kept(path, old, own.get(name), others)
+        held = begun.pop()
+        moved = [one for one in held if one.own.get(one.name) is not one.tensor]
+        for one in moved:
+            _require_kept(one, [h.path for h in held if h.tensor is one.tensor and h is not one])
         with torch.no_grad():
             # All of them before the first is written: two buffers may have changed places.
-            values = [own[name].clone() for _, own, name, _ in moved]
-            for (_, own, name, old), value in zip(moved, values, strict=True):
-                own[name] = old.copy_(value)
+            values = [one.own[one.name].clone() for one in moved]
+            for one, value in zip(moved, values, strict=True):
+                one.tensor.copy_(value)
+                one.own[one.name] = one.tensor
 
     handles = [
         module.register_forward_pre_hook(begin, prepend=True),
@@ -93,8 +100,9 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _require_kept(path: str, old: torch.Tensor, new: Any, others: list[str]) -> None:
+def _require_kept(held: _Held, others: list[str]) -> None:
     """Raises `ConversionError` unless a state can keep the new value where it keeps the old one."""
+    path, old, new = held.path, held.tensor, held.own.get(held.name)
     if isinstance(old, torch.nn.Parameter):
         raise ConversionError(
             f"the forward assigns the parameter `{path}` anew: what a state trains, its optimizer"
@@ -114,14 +122,14 @@ def _require_kept(path: str, old: torch.Tensor, new: Any, others: list[str]) -> 
         )
     if new.shape != old.shape:
         raise ConversionError(
-            f"the forward assigns a tensor of shape {tuple(new.shape)} to the buffer `{path}`, which"
-            f" is {tuple(old.shape)}: from step to step a state keeps one shape. Register it with"
-            " the shape that it comes to have, or keep what grows outside of the module."
+            f"the forward assigns a tensor of shape {tuple(new.shape)} to the buffer `{path}`,"
+            f" which is {tuple(old.shape)}: from step to step a state keeps one shape. Register it"
+            " with the shape that it comes to have, or keep what grows outside of the module."
         )
     if _kind(new) != _kind(old):
         raise ConversionError(
-            f"the forward assigns {new.dtype} to the buffer `{path}`, which is {old.dtype}: from step"
-            f" to step a state keeps one dtype. Register it as {new.dtype}, or write into it"
+            f"the forward assigns {new.dtype} to the buffer `{path}`, which is {old.dtype}: from"
+            f" step to step a state keeps one dtype. Register it as {new.dtype}, or write into it"
             " (self.name.copy_(value)), which casts."
         )
 
