@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import traceback
 from collections.abc import Iterator
@@ -75,9 +74,11 @@ def with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
             )
         return value
 
-    made = copy.copy(module)
     held = {"forward": forward, "__call__": call, LOSS: staticmethod(loss)}
-    made.__class__ = type(own.__name__, (own,), held)
+    made: torch.nn.Module = object.__new__(type(own.__name__, (own,), held))
+    # All attributes are those of the module, and not of a copy: hooks and other functions that hold
+    # the module read its mode, and write what a forward of this one reads.
+    object.__setattr__(made, "__dict__", vars(module))
     return made
 
 

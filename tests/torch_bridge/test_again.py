@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
 from tests.support import memory
-from torch_bridge.structure.retrace import without_weights
+from torch_bridge.module.copied import without_weights
 
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -278,41 +280,63 @@ def test_a_module_that_cannot_be_copied_is_converted_and_says_so_later() -> None
         converted.apply(converted.params, {}, X[:1].numpy())
 
 
-class Closure(nn.Module):
-    """Computes with a module that a plain function holds: a copy would read the old weights."""
+class Holding(nn.Module):
+    """Computes with functions that hold the module, or a part of it."""
 
-    def __init__(self, twice: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.twice = twice
         self.linear = linear = nn.Linear(WIDTH, WIDTH)
-        self.functions = [lambda x: linear(x)]
+        self.factor = 3.0
+        self.functions: Any = {"": lambda x: x * self.factor if self.training else x}
+        if way == "part":
+            self.functions[""] = lambda x: linear(x) if linear.training else linear(x) * 2
+        elif way == "method":
+            self.functions[""] = self.times
+        elif way == "partial":
+            self.functions[""] = functools.partial(lambda module, x: module.times(x), self)
+        elif way == "default":
+            self.functions[""] = lambda x, module=self: module.times(x)
+        elif way == "wrapped":
+            inner = self.functions[""]
+            self.functions = types.SimpleNamespace(get=lambda _: lambda x: inner(x) + self.factor)
+        elif way == "hook":
+            linear.register_forward_hook(lambda *given: self.times(given[-1]))
+            self.functions[""] = lambda x: x
+        elif way == "forward":
+            forward = self.forward
+            self.forward = lambda x: self.times(forward(x))  # type: ignore[method-assign]
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor if self.training else x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.functions[0](x)
-        return self.linear(out) if self.twice else out
+        out: torch.Tensor = self.functions.get("")(self.linear(x))
+        return out
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_weights_behind_a_function_are_not_taken_for_constants(twice: bool) -> None:
-    converted = tb.convert(Closure(twice), X)
-    with pytest.raises(ConversionError, match=r"(?s)size 1.*linear\.weight`, but not by this"):
-        converted.apply(converted.params, {}, X[:1].numpy())
+WAYS = ["self", "part", "method", "partial", "default", "wrapped", "hook", "forward"]
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_function_that_holds_the_module_is_found(patched: bool) -> None:
-    """Its later changes would be seen by one row only."""
-    module = Scaled()
-    if patched:
-        forward = module.forward
-        module.forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
-    else:
-        module.compute = lambda x: x * module.factor
-    converted = tb.convert(module, X)
-    assert converted.apply(converted.params, {}, X.numpy()).output.shape == (6, 2)
-    name = "forward" if patched else "compute"
-    with pytest.raises(ConversionError, match=rf"(?s)no copy.*`{name}` is a function that holds"):
-        converted.apply(converted.params, {}, X[:1].numpy())
+@pytest.mark.parametrize(
+    ("way", "loss"), [*((way, False) for way in WAYS), ("method", True), ("hook", True)]
+)
+def test_a_function_that_holds_the_module_is_one_of_the_copy(way: str, loss: bool) -> None:
+    """Traced later, its mode and its numbers are those of the conversion."""
+    module = Holding(way)
+    given = (X, X) if loss else (X,)
+    asked = tb.with_loss(module, nn.MSELoss()) if loss else module
+    converted = tb.convert(asked, *given)
+    one = [x[:1] for x in given]
+    both = {
+        train: [asked.train(train)(*of).detach() for of in (given, one)] for train in (True, False)
+    }
+    module.factor, module.linear = 100.0, nn.Linear(WIDTH, 7)
+    for train, wants in both.items():
+        module.train(not train)
+        for of, want in zip((given, one), wants, strict=True):
+            arrays = [x.numpy() for x in of]
+            out = converted.apply(converted.params, {}, *arrays, train=train).output
+            np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
 class Masked(torch.nn.Module):

@@ -30,9 +30,10 @@ from torch_bridge.generation.key_value_cache import (
     refuse_others,
     with_cache,
 )
+from torch_bridge.module.copied import without_weights
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
-from torch_bridge.structure.retrace import Again, without_weights
+from torch_bridge.structure.retrace import Again
 
 
 Cache = dict[str, Any]

@@ -4,6 +4,6 @@
   outputs out.
 - `weights`: tensors copied in and out; `moments`: Adam's, by the same names; `lazy_tensor`: tensors
   in files; `initial`: values read when they are needed.
-- `wrappers`: modules in others; `quantized_linear`: weights in few bits; `quantisers`: those whose
-  weights are refused.
+- `copied`: a copy without weights, to be traced later. `wrappers`: modules in others;
+  `quantized_linear`: weights in few bits; `quantisers`: those whose weights are refused.
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from torch_bridge.export.interpret import (
 from torch_bridge.export.mode import Mode, build_mode
 from torch_bridge.export.shapes import SizeError
 from torch_bridge.export.watch.constants import refuse_nameless
+from torch_bridge.module.copied import untouched_like, without_weights
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.stacked_names import BlockStack, Names
@@ -360,7 +360,7 @@ class Again:
             for submodule in _owners(made, computed.float32):
                 for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
                     if tensor is not None and tensor.is_floating_point():
-                        tensor.data = _untouched_like(tensor.data, torch.float32)
+                        tensor.data = untouched_like(tensor.data, torch.float32)
                 if between:
                     submodule.register_forward_pre_hook(
                         lambda _, args, kwargs: _floats_in(torch.float32, (args, kwargs)),
@@ -434,62 +434,3 @@ def _float_dtype(value: Any) -> Any:
 
 def _dtypes(example: Any) -> list[Any]:
     return [getattr(leaf, "dtype", None) for leaf in torch_pytree.tree_leaves(example)]
-
-
-def without_weights(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A copy of a module whose parameters and buffers have memory that nothing has touched.
-
-    Such memory costs nothing until somebody writes to it; export looks at shapes and strides only.
-
-    Args:
-        module: any module.
-        dtype: what its floating-point parameters and buffers have in the copy, as after
-            `module.to(dtype)`; None: their own.
-
-    Raises:
-        ValueError: an attribute is a function that holds the module, so that it would not be one
-            of the copy; or its weights are on another device than the CPU.
-        Exception: what its attributes raise when they are copied.
-
-    Example:
-        >>> copied = without_weights(torch.nn.Linear(3, 2))
-        >>> copied.weight.shape
-        torch.Size([2, 3])
-    """
-    memo: dict[int, Any] = {}
-    for m in module.modules():
-        attributes = list(vars(m).values())
-        # An old weight_norm keeps what it computed as an attribute, which cannot be copied.
-        computed = [t for t in attributes if isinstance(t, torch.Tensor) and not t.is_leaf]
-        for tensor in (*m._parameters.values(), *m._buffers.values(), *computed):
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _untouched_like(tensor, dtype)
-        for name, value in vars(m).items():
-            if _holds_module(value):
-                raise ValueError(f"its `{name}` is a function that holds the module it was made in")
-            if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
-                memo[id(value)] = value  # much memory, and no part of a forward
-            if isinstance(value, torch.optim.Optimizer):
-                memo[id(value)] = None  # so are moments; and it would keep the weights alive
-    return copy.deepcopy(module, memo)
-
-
-def _holds_module(value: Any) -> bool:
-    """Whether a function would go on to read what it was made with when it is copied."""
-    cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # a cell that is empty yet
-            held = cell.cell_contents
-            if isinstance(getattr(held, "__self__", held), torch.nn.Module):
-                return True
-    return False
-
-
-def _untouched_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise ValueError(f"its weights are on {tensor.device}; convert it on the CPU")
-    dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
-    return like.requires_grad_(tensor.requires_grad)
