@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Iterator
@@ -322,21 +323,18 @@ WAYS = ["self", "part", "method", "partial", "default", "wrapped", "hook", "forw
 )
 def test_a_function_that_holds_the_module_is_one_of_the_copy(way: str, loss: bool) -> None:
     """Traced later, its mode and its numbers are those of the conversion."""
-    module = Holding(way)
-    given = (X, X) if loss else (X,)
-    asked = tb.with_loss(module, nn.MSELoss()) if loss else module
-    converted = tb.convert(asked, *given)
-    one = [x[:1] for x in given]
-    both = {
-        train: [asked.train(train)(*of).detach() for of in (given, one)] for train in (True, False)
-    }
+    module, criterion = Holding(way), nn.MSELoss()
+    converted = tb.convert(*((tb.with_loss(module, criterion), X, X) if loss else (module, X)))
+    wants = {}
+    for train, rows in itertools.product((True, False), (6, 1)):
+        out = module.train(train)(X[:rows]).detach()
+        wants[train, rows] = criterion(out, X[:rows]) if loss else out
     module.factor, module.linear = 100.0, nn.Linear(WIDTH, 7)
-    for train, wants in both.items():
+    for (train, rows), want in wants.items():
         module.train(not train)
-        for of, want in zip((given, one), wants, strict=True):
-            arrays = [x.numpy() for x in of]
-            out = converted.apply(converted.params, {}, *arrays, train=train).output
-            np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+        given = [X[:rows].numpy()] * (2 if loss else 1)
+        out = converted.apply(converted.params, {}, *given, train=train).output
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
 class Masked(torch.nn.Module):
