@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity import check_parity
 from torch import nn
+from torch.nn import functional as F
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -123,3 +126,25 @@ def test_a_byte_is_no_place() -> None:
     for run in (lambda x, i: x[i], put):
         with pytest.raises(ConversionError, match=r"must not depend on tensor values"):
             tb.convert(Fn(run), draw(4, 5), torch.tensor(1, dtype=torch.uint8), train=False)
+
+
+@pytest.mark.parametrize("places", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_losses_of_each_row_beside_statistics_keep_their_shape(loss, places):
+    """A focal loss in a forward with a batch norm, which is written: (rows, ...), then a view."""
+
+    class Focal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3) if not places else nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            each = loss(self.norm(x).log_softmax(1), y, reduction="none").view(x.shape[0], -1)
+            return ((1 - (-each).exp()) ** 2 * each).mean()
+
+    x = torch.linspace(-1, 2, 4 * 3 * math.prod(places)).reshape(4, 3, *places)
+    y = torch.arange(4 * math.prod(places)).reshape(4, *places) % 3
+    module = Focal()
+    converted = tb.convert(module, x, y)
+    out = converted.apply(converted.params, converted.buffers, x.numpy(), y.numpy(), train=True)
+    np.testing.assert_allclose(out.output, module(x, y).detach(), rtol=1e-5)

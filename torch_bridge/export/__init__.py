@@ -4,6 +4,6 @@
   knew about its values, `origins` where they come from, `shapes` which sizes they may have.
 - `stand_ins`: what torch.export cannot trace stands in another form meanwhile.
 - `watch`: what it would lose without a word is found; `remedies` says what to write instead.
-- `graph`: the graph is put right.
+- `graph`: the graph is put right. `decompose`: which operators do not stay whole.
 - `interpret` evaluates it by JAX; so gradients say which parameters they `reach`.
 """

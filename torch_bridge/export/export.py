@@ -15,14 +15,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.export import Dim, ExportedProgram, default_decompositions
+from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.decompose import decompositions, needs_decomposing
 from torch_bridge.export.graph.default_dtype import say_default_dtype
 from torch_bridge.export.graph.in_place import (
     cast_what_is_copied,
@@ -72,8 +72,6 @@ from torch_bridge.export.watch.forward import (
 from torch_bridge.export.watch.functions import refuse_functions, watch_functions
 from torch_bridge.export.watch.hooks import watch_gradients
 from torch_bridge.export.watch.questions import TracedBranchWarning
-from torch_bridge.lower import find_lowering, registered_operators
-from torch_bridge.lower.sizes import python_function
 from torch_bridge.module.signature import bind
 
 
@@ -229,8 +227,8 @@ def _tidied(module: torch.nn.Module, trace: _Trace, mode: str) -> ExportedProgra
     cast_what_is_copied(program.graph_module)
     replace_fresh_writes(program.graph_module)
     try:
-        if _needs_decomposing(program):
-            program = program.run_decompositions(_decompositions())
+        if needs_decomposing(program):
+            program = program.run_decompositions(decompositions(program))
     except Exception as error:
         raise ConversionError(_explain(error, mode, module)) from error
     places_of_tensors(program)
@@ -425,56 +423,6 @@ def _dynamic_shapes(
 def _like_signature(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`dynamic_shapes` by parameter name, the one form export accepts for mixed arguments."""
     return dict(bind(inspect.signature(module.forward), args, kwargs).arguments)
-
-
-# Operators that write to a buffer although their schema does not say so.
-_HIDDEN_WRITES = ("batch_norm", "instance_norm")
-
-
-def _needs_decomposing(program: ExportedProgram) -> bool:
-    """Whether the graph as traced has an operator without a lowering, or one that writes.
-
-    Decomposing takes as long as tracing; a transformer's graph is often fine without.
-    """
-    for node in program.graph.nodes:
-        if node.op == "get_attr":
-            return True
-        if node.op != "call_function" or python_function(node.target) is not None:
-            continue
-        schema = getattr(node.target, "_schema", None)
-        writes = schema is None or schema.is_mutable
-        hidden = any(name in str(node.target) for name in _HIDDEN_WRITES) and not _only_reads(node)
-        if writes or hidden or find_lowering(str(node.target)) is None:
-            return True
-    return False
-
-
-def _only_reads(node: torch.fx.Node) -> bool:
-    """Whether a batch norm uses its running statistics and leaves them alone."""
-    return str(node.target) == "aten.batch_norm.default" and node.args[5] is False
-
-
-def _decompositions() -> Any:
-    """Torch's table without what has a lowering: such operators stay whole.
-
-    Decomposed, they would lose their gradient rule (detach), their speed (linear, attention) or
-    their exact half-precision behaviour (norms, softmax).
-    """
-    # Operators of users' own, which the table has as well, may come at any time.
-    known = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    return _table_of(len(known), len(registered_operators()))
-
-
-@lru_cache(maxsize=1)
-def _table_of(num_operators: int, num_lowered: int) -> dict[Any, Any]:
-    """The table where there are so many operators; it takes as long as a small module's trace."""
-    table: Any = default_decompositions()
-    return {
-        operator: table[operator]
-        for operator in table
-        if find_lowering(name := str(operator)) is None
-        or any(one in name for one in _HIDDEN_WRITES)
-    }
 
 
 def _explain(
