@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,6 +264,38 @@ def test_given_initial_values_replace_those_of_the_layers():
 
     model = fz.Sequential([link("a")], loss=lambda x, b: jnp.sum(x), init=mine)
     assert model.init is mine
+
+
+ONE, TWO = {"w": np.ones(2, np.float32)}, {"w": np.ones((2, 2), np.float32)}
+# Of `link("a"), stack("s"), counting`: parameters, buffers, and what is said of them.
+VALUES = {
+    "more layers": ({"a": ONE, "s": {"w": np.ones((3, 2))}}, {}, [r"/s/w .* \[3, 2\]", "num=2"]),
+    "one layer": ({"a": ONE, "s": {"w": np.ones((1, 2))}}, {}, [r"/s/w .* \[1, 2\]", "num=2"]),
+    "no rows": ({"a": ONE, "s": np.ones(())}, {}, [r"params/s has shape \[\]", "of 2"]),
+    "rows of buffers": ({"a": ONE, "s": TWO}, {"s": np.ones(3)}, [r"buffers/s has shape \[3\]"]),
+    "another's": ({"a": ONE, "s": TWO, "old": ONE}, {}, ["params/old: no layer is named 'old'"]),
+    "another's buffers": ({"a": ONE, "s": TWO}, {"old": ONE}, ["buffers/old: no layer"]),
+    "none of a stack": ({"a": ONE}, {}, ["params/s: Stack 's' has none"]),
+    "no buffers": ({"a": ONE, "s": TWO}, {}, ["buffers/c: Layer 'c' has none"]),
+    "hidden": ({"a": ONE, "s": TWO, "c": ONE}, {}, ["params/c/w: Layer 'c' reads 'a/w' as 'w'"]),
+    "a leaf": ({"a": ONE, "s": TWO, "c": np.ones(2)}, {}, ["params/c are a .*expected a dict"]),
+    "no dict": ([ONE, TWO], {}, [r"params are a list: .*\['a', 's', 'c', 'loss'\]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "buffers", "said"), VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("drawn", [False, True], ids=["values", "function"])
+def test_values_of_other_layers_are_refused(params, buffers, said, pipe, drawn):
+    """Silently: a stack of 3 ran the one layer that it was given three times, in training too."""
+    counting = link("c", reads={"w": "a/w"}, stateful=True)
+    values = jax.tree.map(lambda x: np.array(x, np.float32), (params, buffers))
+    model = chain(link("a"), stack("s"), counting)
+    model = model.with_init((lambda rng: jax.tree.map(jnp.asarray, values)) if drawn else values)
+    with pytest.raises(fz.StateError) as caught:
+        fz.init(model, optax.sgd(0.1), tiny.plan(data=1, pipe=pipe, microbatches=pipe))
+    for words in said:
+        assert re.search(words, str(caught.value)), caught.value
 
 
 def test_keys_differ_between_layers_and_do_not_depend_on_the_rest_of_the_chain():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+import torch
 from support import tiny
 
 import fzero as fz
@@ -132,13 +134,19 @@ INITS = {
         "params/k is a float: expected",
     ),
     "a buffer": (lambda key: ({"w": jnp.ones(3)}, {"k": 1}), "buffers/k is a int: expected an"),
+    "a key": (lambda key: ({"w": jnp.ones(3), "k": key}, {}), "params/k is a random .*key_data"),
+    "a tensor": (
+        ({"w": np.ones(3), "k": torch.ones(3)}, {}),
+        "params/k is a torch.Tensor: expected an array of numpy or jax",
+    ),
 }
 
 
 @pytest.mark.parametrize(("init", "said"), INITS.values(), ids=INITS)
-def test_inits(init, said):
+@pytest.mark.parametrize("frozen", [(), ("k",)], ids=["trained", "frozen"])
+def test_inits(init, said, frozen):
     with pytest.raises(fz.StateError, match=f"init: .*{said}"):
-        fz.init(fz.Model(init, lambda *_: None), TX, tiny.plan(data=1))
+        fz.init(fz.Model(init, lambda *_: None, frozen=frozen), TX, tiny.plan(data=1))
 
 
 def test_arguments_in_another_order():

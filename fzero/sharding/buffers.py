@@ -24,7 +24,7 @@ from fzero.links import Context, Layer, Stack, require_buffers
 from fzero.model import Model
 from fzero.programs.digest import digest
 from fzero.programs.jaxprs import Op, Program, Var, needed, read, run_ops
-from fzero.tree import PyTree, is_plain, named_leaves
+from fzero.tree import PyTree, named_leaves
 
 
 REDUCTIONS = ("mean", "sum", "max", "same")
@@ -33,14 +33,7 @@ _AGREEING = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
 
 
 def check_buffers(model: Model, buffers: PyTree) -> None:
-    """Raises `StateError` for a buffer that no step keeps, or a reduction that it cannot have."""
-    for path, leaf in named_leaves(buffers):
-        if not is_plain(leaf):
-            raise StateError(
-                f"init: buffers/{path} is a random key ({leaf.dtype}). Steps fold keys of their own"
-                " (ctx.rng, or rng of a loss); to carry one along, keep its bits:"
-                " jax.random.key_data(key)"
-            )
+    """Raises `StateError` for a reduction that a buffer cannot have."""
     for layer in model.layers:
         own = buffers if not layer.name else buffers.get(layer.name, {})
         leaves = dict(named_leaves(own))

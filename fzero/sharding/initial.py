@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from fzero.compat import switch
 from fzero.errors import StateError
 from fzero.host_arrays import require_held
-from fzero.links import require_takes
+from fzero.links import Layer, Stack, of_link, require_takes
 from fzero.model import Model
 from fzero.pieces import InitFn
 from fzero.tree import PyTree, aliased_leaves, named_leaves, shapes_of
@@ -51,7 +52,7 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
     """Shapes of a model's (params, buffers), without computing them.
 
     Raises:
-        StateError: two leaves are the same array.
+        StateError: two leaves are the same array, or leaves are not those of the model's links.
     """
     known, key = memo(model), ("shapes", tracing_context())
     if key not in known:
@@ -59,6 +60,7 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
             shapes = _traced(model)[1]
         else:
             shapes = shapes_of(_checked(model.init))
+        _require_of_links(model, *shapes)
         known[key] = shapes
     found: tuple[PyTree, PyTree] = known[key]
     return found
@@ -115,14 +117,29 @@ def _checked(made: Any) -> tuple[PyTree, PyTree]:
         )
     params, buffers = made
     for path, leaf in named_leaves({"params": params, "buffers": buffers}):
-        if not hasattr(leaf, "shape"):
-            raise StateError(
-                f"init: {path} is a {type(leaf).__name__}: expected an array (jnp.asarray)"
-            )
+        _require_array(path, leaf)
         if isinstance(leaf, np.ndarray | np.generic):
             _require_held(path, leaf)
     _require_not_shared(params, buffers)
     return params, buffers
+
+
+def _require_array(path: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if hasattr(leaf, "shape") and isinstance(dtype, np.dtype):
+        return
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        raise StateError(
+            f"init: {path} is a random key ({dtype}). Steps fold keys of their own (ctx.rng, or rng"
+            " of a loss); to carry one along, keep its bits among the buffers:"
+            " jax.random.key_data(key)"
+        )
+    kind = type(leaf)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    raise StateError(
+        f"init: {path} is a {name}: expected an array of numpy or jax (jnp.asarray; of a tensor of"
+        " torch, tensor.numpy())"
+    )
 
 
 def _require_held(path: str, leaf: Any) -> None:
@@ -131,6 +148,67 @@ def _require_held(path: str, leaf: Any) -> None:
         require_held(leaf)
     except ValueError as error:
         raise StateError(f"init: {path} {error}") from None
+
+
+def _require_of_links(model: Model, params: PyTree, buffers: PyTree) -> None:
+    """Raises `StateError` if a chain's values are those of other links, or of more or fewer layers.
+
+    A loop over a stack reads rows by number: it would run some of too many, and one of too few
+    several times.
+    """
+    links = {link.name: link for link in model.layers}
+    if "" in links:  # one function reads all of them
+        return
+    for field, tree in (("params", params), ("buffers", buffers)):
+        if not isinstance(tree, Mapping):
+            raise StateError(
+                f"init: {field} are a {type(tree).__name__}: expected a dict with the values of"
+                f" each layer under its name, of {list(links)}"
+            )
+        for name, values in tree.items():
+            if name not in links:
+                raise StateError(
+                    f"init: {field}/{name}: no layer is named {name!r}; the chain has"
+                    f" {list(links)}. Leave it out, or give the layer that it is of this name"
+                )
+            if isinstance(links[name], Stack):
+                _require_rows(links[name], f"{field}/{name}", values)
+    for name, link in links.items():
+        _require_seen(link, params.get(name, {}))
+        for field, tree, has in (
+            ("params", params, isinstance(link, Stack)), ("buffers", buffers, link.stateful)
+        ):  # fmt: skip
+            if has and name not in tree:
+                raise StateError(
+                    f"init: {field}/{name}: {of_link(link)} has none: expected those that its init"
+                    " gives, or init= of the model"
+                )
+
+
+def _require_seen(link: Layer | Stack, own: PyTree) -> None:
+    """Raises `StateError` if what a layer reads from others would hide its own parameters."""
+    reads = getattr(link, "reads", {})
+    if reads and not isinstance(own, Mapping):
+        raise StateError(
+            f"init: params/{link.name} are a {type(own).__name__}: expected a dict, as"
+            f" {of_link(link)} reads {sorted(reads)} beside them"
+        )
+    for key in reads:
+        if key in own:
+            raise StateError(
+                f"init: params/{link.name}/{key}: {of_link(link)} reads {reads[key]!r} as {key!r},"
+                " which hides its own parameter; rename one of them"
+            )
+
+
+def _require_rows(stack: Stack, where: str, values: PyTree) -> None:
+    for path, leaf in named_leaves(values):
+        if not leaf.shape:
+            raise StateError(
+                f"init: {where}{path and '/'}{path} has shape {list(leaf.shape)}, and Stack"
+                f" {stack.name!r} has num={stack.num}: expected a first dim of {stack.num}, with a"
+                " row for each layer; give the values of as many layers, or another num"
+            )
 
 
 def _require_not_shared(params: PyTree, buffers: PyTree) -> None:
