@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from fzero.errors import PlanError, StateError
 from fzero.float8.products import in_float8
 from fzero.float8.recipe import Float8
 from fzero.keys import layer_key
+from fzero.programs.jaxprs import Program
 from fzero.tree import PyTree, named_leaves
 
 
@@ -165,7 +166,8 @@ class Stack:
         apply: `apply(params, x, ctx) -> x` of one layer; output and input have the same structure,
             shapes and dtypes. `-> (x, buffers)` when stateful.
         shared: keys of a dict `x` that every layer reads and none changes (masks, position
-            tables). They stay outside the loop: kept once, gradients summed over the layers.
+            tables): a layer gives them back as they came, or leaves them out. They stay outside
+            the loop: kept once, gradients summed over the layers.
         stateful: whether each layer has buffers.
         buffer_reduce: how devices' values of its buffers become one; see `Model`.
         shard: which dims of one layer's parameters lie along which further mesh axis; see `Layer`.
@@ -256,9 +258,20 @@ def layer_params(layer: Layer | Stack, params: PyTree) -> PyTree:
 
 
 def split_shared(stack: Stack, x: Any) -> tuple[Any, Any]:
-    """A stack's input as what the layers carry on and what they only read."""
+    """A stack's input as what the layers carry on and what they only read.
+
+    Raises:
+        PlanError: the input has no such keys.
+    """
     if not stack.shared:
         return x, {}
+    missing = [key for key in stack.shared if not isinstance(x, Mapping) or key not in x]
+    if missing:
+        got = f"the keys {sorted(x)}" if isinstance(x, Mapping) else _kinds([x])
+        raise PlanError(
+            f"{of_link(stack)}: shared= names {missing}: expected a dict x with these keys, got"
+            f" {got}"
+        )
     shared = {key: x[key] for key in stack.shared}
     return {key: value for key, value in x.items() if key not in shared}, shared
 
@@ -269,7 +282,7 @@ def apply_layer(
     """One layer of a link: `(new carry, new buffers)`.
 
     Raises:
-        PlanError: its `apply` takes other arguments.
+        PlanError: its `apply` takes other arguments, or changes what `shared` says none does.
         StateError: it gives something that is no array.
     """
     require_takes(layer.apply, "apply(params, x, ctx)", of_link(layer))
@@ -286,8 +299,48 @@ def apply_layer(
         require_buffers(layer, ctx.buffers, buffers)
     _require_arrays(layer, y)
     if shared:
+        _require_unchanged(layer, params, x, y, ctx, shared)
         y = {key: value for key, value in y.items() if key not in shared}
     return y, buffers
+
+
+def _require_unchanged(
+    layer: Layer | Stack, params: PyTree, x: Any, y: Any, ctx: Context, shared: Collection[str]
+) -> None:
+    """Raises `PlanError` if a layer changes what the other layers read too: it would be lost."""
+    if not isinstance(y, Mapping):
+        raise PlanError(
+            f"{of_link(layer)}: a layer gives what the next one takes: expected a dict, as it gets"
+            f" and shared= needs, got {_kinds([y])}"
+        )
+    if not _changed(x, y, shared):
+        return
+    # What came through a call, such as `jax.checkpoint`, is another value of the same numbers.
+    closed, shapes = jax.make_jaxpr(
+        lambda params, x: layer.apply(params, x, ctx), return_shape=True
+    )(params, x)
+    program = Program(closed.jaxpr, closed.consts)
+    given = jax.tree.unflatten(jax.tree.structure((params, x)), program.inputs)[1]
+    out = jax.tree.unflatten(jax.tree.structure(shapes), program.outputs)
+    changed = _changed(given, out[0] if layer.stateful else out, shared)
+    if changed:
+        raise PlanError(
+            f"{of_link(layer)}: a layer changes {changed[0]!r}, which shared= says none does:"
+            " expected it as it came, or not at all; leave it out of shared="
+        )
+
+
+def _changed(x: Any, y: Any, keys: Collection[str]) -> list[str]:
+    """Which of some keys of `x` hold other leaves in `y`, where they are there."""
+    return [
+        key
+        for key in keys
+        if key in y
+        and (
+            jax.tree.structure(x[key]) != jax.tree.structure(y[key])
+            or any(a is not b for a, b in zip(*map(jax.tree.leaves, (x[key], y[key])), strict=True))
+        )
+    ]
 
 
 def _require_arrays(layer: Layer | Stack, y: Any) -> None:

@@ -198,8 +198,7 @@ def test_a_tied_leaf_is_one_leaf_with_both_gradients():
 
 def test_shared_inputs_reach_every_layer_and_come_out_unchanged():
     def add(p, x, ctx):
-        # What a layer returns under a shared key is dropped: it may leave it out or spoil it.
-        return {"h": x["h"] + p["w"] * x["by"], "by": x["by"] * 100}
+        return {"h": x["h"] + p["w"] * x["by"]}  # (a layer may leave a shared key out)
 
     model = fz.Sequential(
         [
@@ -212,6 +211,39 @@ def test_shared_inputs_reach_every_layer_and_come_out_unchanged():
     batch = {"h": jnp.zeros(1), "by": jnp.full(1, 2.0)}
     mean, _, _ = model.loss(params, buffers, batch, jax.random.key(0), True)
     assert float(mean.total) == 3 * 2.0 + 1000 * 2.0
+
+
+def through_a_checkpoint(p, x):
+    return jax.checkpoint(lambda p, x: {**x, "h": x["h"] + p["w"] * x["m"]})(p, x)
+
+
+SHARED = {
+    "changed": (lambda p, x: {"h": x["h"], "m": x["m"] * 2}, ("m",), "a layer changes 'm', which"),
+    "another tree": (lambda p, x: {**x, "m": [x["m"]]}, ("m",), "a layer changes 'm', which"),
+    "missing": (lambda p, x: x, ("m", "n"), r"names \['n'\]: .* got the keys \['h', 'm'\]"),
+    "no dict": (lambda p, x: x["h"], ("m",), "expected a dict, .* got float32"),
+    "as it came": (lambda p, x: {**x, "h": x["h"] + p["w"] * x["m"]}, ("m",), None),
+    "left out": (lambda p, x: {"h": x["h"] + p["w"] * x["m"]}, ("m",), None),
+    "through a call": (through_a_checkpoint, ("m",), None),
+}
+
+
+@pytest.mark.parametrize(("apply", "shared", "said"), SHARED.values(), ids=SHARED)
+def test_what_layers_share_none_of_them_changes(apply, shared, said):
+    """Silently: its change was left out."""
+    model = chain(
+        fz.Layer("first", None, lambda p, batch, ctx: {"h": batch["x"], "m": jnp.abs(batch["x"])}),
+        fz.Stack("s", 2, lambda rng: {"w": jnp.ones(2)}, lambda p, x, ctx: apply(p, x), shared),
+        fz.Layer("last", lambda rng: {"w": jnp.ones(2)}, lambda p, x, ctx: x["h"] * p["w"]),
+    )
+    plan, tx = tiny.plan(data=1), optax.sgd(0.1)
+    step, state = fz.train_step(model, tx, plan), fz.abstract_state(model, tx, plan)
+    batch = {"x": jnp.ones((4, 2))}
+    if said is None:
+        step.lower(state, batch)
+        return
+    with pytest.raises(fz.PlanError, match=f"Stack 's': .*{said}"):
+        step.lower(state, batch)
 
 
 def test_stateful_layers_and_stacks_return_new_buffers():

@@ -203,7 +203,7 @@ def _require_seen(link: Layer | Stack, own: PyTree) -> None:
 
 def _require_rows(stack: Stack, where: str, values: PyTree) -> None:
     for path, leaf in named_leaves(values):
-        if not leaf.shape:
+        if tuple(leaf.shape[:1]) != (stack.num,):
             raise StateError(
                 f"init: {where}{path and '/'}{path} has shape {list(leaf.shape)}, and Stack"
                 f" {stack.name!r} has num={stack.num}: expected a first dim of {stack.num}, with a"
