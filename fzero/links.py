@@ -294,7 +294,7 @@ def apply_layer(
     if ctx.products is not None:
         apply = in_float8(apply, layer.name, ctx.products, getattr(layer, "reads", {}))
     out = apply(params, x)
-    y, buffers = out if layer.stateful else (out, ctx.buffers)
+    y, buffers = with_buffers(layer, out, "apply", "x") if layer.stateful else (out, ctx.buffers)
     if layer.stateful and ctx.train:
         require_buffers(layer, ctx.buffers, buffers)
     _require_arrays(layer, y)
@@ -302,6 +302,22 @@ def apply_layer(
         _require_unchanged(layer, params, x, y, ctx, shared)
         y = {key: value for key, value in y.items() if key not in shared}
     return y, buffers
+
+
+def with_buffers(layer: Layer | Stack, out: Any, function: str, what: str) -> tuple[Any, PyTree]:
+    """What a function of a stateful layer gave: something, and buffers.
+
+    Raises:
+        PlanError: it is no pair.
+    """
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        got = _kinds(out if isinstance(out, tuple | list) else [out])
+        raise PlanError(
+            f"{of_link(layer)}: {function} gives {got}: expected ({what}, buffers), as the layer is"
+            " stateful"
+        )
+    first, buffers = out
+    return first, buffers
 
 
 def _require_unchanged(
@@ -420,6 +436,9 @@ def require_buffers(layer: Layer | Stack, old: PyTree, new: PyTree) -> None:
         floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in pair)
         if leaf.shape != old_leaf.shape or not (floats or leaf.dtype == old_leaf.dtype):
             wrong.append(f"{name}: expected {_kinds([old_leaf])}, got {_kinds([leaf])}")
+    trees = jax.tree.structure(old), jax.tree.structure(new)
+    if not wrong and trees[0] != trees[1]:
+        wrong.append(f"expected a tree like {trees[0]}, got {trees[1]}")
     if wrong:
         where = f"layer {layer.name!r}" if layer.name else "loss"
         raise StateError(f"{where}: the buffers that it returns are not those it was given:"

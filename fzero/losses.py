@@ -185,6 +185,7 @@ def linear_cross_entropy(
     Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, for the gradient in the
     forward pass.
     """
+    _require_terms("linear_cross_entropy", terms)
     labels = as_labels(labels)
     fits = x.shape[:-1] == labels.shape and weight.ndim == 2 and x.shape[-1:] == weight.shape[1:]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
@@ -252,12 +253,21 @@ def cross_entropy(
     Raises:
         PlanError: their shapes do not belong together, or labels are no integers.
     """
+    _require_terms("cross_entropy", terms)
     if jnp.shape(labels) != jnp.shape(logits)[:-1]:
         raise PlanError(
             "cross_entropy: expected logits (..., V) and labels (...), an integer for each row of"
             f" logits; got {jnp.shape(logits)}, {jnp.shape(labels)}"
         )
     return Mean(total=terms.total(logits, labels), count=terms.count(labels))
+
+
+def _require_terms(name: str, terms: Any) -> None:
+    if not isinstance(terms, CrossEntropy):
+        raise PlanError(
+            f"{name}: terms={terms!r}: expected an fz.CrossEntropy, such as"
+            " fz.CrossEntropy(ignore_index=-100)"
+        )
 
 
 def _rows_of(vocabulary: int) -> int:

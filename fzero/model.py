@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Self
 
 from fzero.errors import PlanError
@@ -97,8 +98,16 @@ class Model(Printed):
 
     def with_init(self, init: InitFn | tuple[PyTree, PyTree]) -> Self:
         """The same model with other initial values; leaves of a pair may be `LazyArray`s."""
+        return self._with(init=init)
+
+    def with_frozen(self, frozen: Frozen) -> Self:
+        """The same model with other parameters that no step changes."""
+        return self._with(frozen=frozen)
+
+    def _with(self, **changes: Any) -> Self:
         new = copy.copy(self)
-        object.__setattr__(new, "init", init)
+        for name, value in changes.items():
+            object.__setattr__(new, name, value)
         return new
 
     @property
@@ -176,6 +185,16 @@ class Sequential(Model):
     _chain: tuple[Layer | Stack, ...]
     _predict_chain: tuple[Layer | Stack, ...] | None
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuses `dataclasses.replace`, which makes a model of the fields of an `fz.Model`."""
+        if "buffer_reduce" in options and not args and "layers" not in options:
+            raise PlanError(
+                "model: dataclasses.replace makes no Sequential, whose loss follows from its"
+                " layers: expected model.with_init(...) or model.with_frozen(...), or a new"
+                " fz.Sequential(layers, ...)"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         layers: Sequence[Layer | Stack],
@@ -237,14 +256,27 @@ def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
                 ' read the first one\'s weights with reads={"key": "name"} if they are tied'
             )
     for layer in chain:
-        if isinstance(layer, Stack) and layer.num < 1:
-            raise PlanError(f"model: Stack {layer.name!r} has num={layer.num}; expected 1 or more")
+        if isinstance(layer, Stack):
+            _check_stack(layer)
         for key, path in getattr(layer, "reads", {}).items():
             if path.split("/")[0] not in names:
                 raise PlanError(
                     f"model: layer {layer.name!r} reads {key!r} from {path!r}, but no layer is"
                     f" named {path.split('/')[0]!r}; the chain has {names}"
                 )
+
+
+def _check_stack(stack: Stack) -> None:
+    whole = isinstance(stack.num, Integral) and not isinstance(stack.num, bool)
+    if not whole or stack.num < 1:
+        raise PlanError(
+            f"model: Stack {stack.name!r} has num={stack.num!r}; expected a whole number, 1 or more"
+        )
+    if isinstance(stack.shared, str):
+        raise PlanError(
+            f"model: Stack {stack.name!r} has shared={stack.shared!r}: expected a tuple of keys,"
+            f" such as ({stack.shared!r},)"
+        )
 
 
 def _check_predict(

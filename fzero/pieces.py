@@ -21,6 +21,7 @@ from fzero.links import (
     require_takes,
     split_loss,
     split_shared,
+    with_buffers,
 )
 from fzero.tree import PyTree
 
@@ -104,7 +105,8 @@ def chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
             else:
                 values = layer.init(key)
             if layer.stateful:
-                params[layer.name], buffers[layer.name] = values
+                pair = with_buffers(layer, values, "init", "params")
+                params[layer.name], buffers[layer.name] = pair
             else:
                 params[layer.name] = values
         return params, buffers

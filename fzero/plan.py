@@ -61,7 +61,8 @@ class Plan(Boxed):
         microbatches: into how many a batch is cut; each device runs one after the other.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master; `fp8`: `bf16`, with the
             products of parameters on 8-bit operands. A trained parameter that the model itself
-            gives in 16 bits has no master: `init` warns.
+            gives in 16 bits has no master: where the precision promises one (all but `fp32`),
+            `init` warns.
         keep_fp32: regular expressions; a parameter in whose path one is found is used and sent in
             float32 under the other precisions: `(r"norm", r"router")`. A model's functions get it
             so, and say themselves where values go back to 16 bits. Of a converted module, the

@@ -311,6 +311,16 @@ def test_rows_of_processes_are_filled_up_to_what_a_step_takes(model):
         fz.local_batch(tiny.points(16), PLAN)
     with pytest.raises(fz.BatchError, match="positive multiple of 8 rows from every process"):
         fz.local_batch(tiny.points(12), layout)
+    with pytest.raises(fz.BatchError, match="mask=3: expected a name for the leaf"):
+        fz.local_batch(tiny.points(12), layout, mask=3)
+
+
+def test_random_keys_are_rows_of_processes_too(model):
+    layout, keys = fz.layout(model, TX, PLAN), jax.random.split(jax.random.key(0, impl="rbg"), 6)
+    rows = fz.local_batch({"key": keys}, layout, mask="real")
+    assert rows["key"].sharding.is_equivalent_to(layout.batch_sharding, 1)
+    assert rows["key"].dtype == keys.dtype
+    np.testing.assert_array_equal(*map(jax.random.key_data, (rows["key"][:6], keys)))
 
 
 def test_tensors_of_another_library_are_taken_as_they_are(model, state, step):

@@ -194,6 +194,10 @@ def test_shapes_that_do_not_belong_together_are_refused():
         fz.linear_cross_entropy(x, w, labels, bias=b[:5])
     with pytest.raises(fz.PlanError, match="chunk=0: expected at least one token"):
         fz.linear_cross_entropy(x, w, labels, chunk=0)
+    for call in (lambda: fz.linear_cross_entropy(x, w, labels, terms=-100),
+                 lambda: fz.cross_entropy(x, labels, -100)):  # fmt: skip
+        with pytest.raises(fz.PlanError, match=r"terms=-100: .*CrossEntropy\(ignore_index=-100\)"):
+            call()
     with pytest.raises(fz.PlanError, match="label_smoothing=2: expected 0 to 1"):
         fz.CrossEntropy(label_smoothing=2)
     for name, value in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
+from fzero.tree import named_leaves
 
 
 def link(name, **options):
@@ -19,9 +22,10 @@ def link(name, **options):
     return fz.Layer(name, lambda key: {"w": jnp.ones(2)}, lambda p, x, ctx: x + p["w"], **options)
 
 
-def stack(name, num=2):
+def stack(name, num=2, **options):
     """A stack of such layers."""
-    return fz.Stack(name, num, lambda key: {"w": jnp.ones(2)}, lambda p, x, ctx: x + p["w"])
+    apply = lambda p, x, ctx: x + p["w"]  # noqa: E731
+    return fz.Stack(name, num, lambda key: {"w": jnp.ones(2)}, apply, **options)
 
 
 NAMES = [
@@ -30,6 +34,9 @@ NAMES = [
     ([link("loss")], ["'loss'", "reserved"]),
     ([link("a"), stack("a")], ["two layers are named 'a'", "reads="]),
     ([stack("s", 0)], ["Stack 's'", "num=0", "1 or more"]),
+    ([stack("s", 2.0)], ["Stack 's'", "num=2.0", "whole number"]),
+    ([stack("s", True)], ["Stack 's'", "num=True"]),
+    ([stack("s", shared="mask")], ["Stack 's'", "shared='mask'", "('mask',)"]),
     ([link("a"), link("b", reads={"t": "none/w"})], ["'b' reads 't'", "'none'", "['a', 'b']"]),
 ]  # fmt: skip
 
@@ -100,6 +107,49 @@ def test_functions_of_other_arguments_are_refused_by_name(model, said, zero):
 
     with pytest.raises(fz.PlanError, match=said):
         use()
+
+
+def pair(rng):
+    """Parameters and buffers of a layer."""
+    return {"w": jnp.ones(2)}, {"n": jnp.zeros(())}
+
+
+STATEFUL = {
+    "init": (link("a", stateful=True), r"Layer 'a': init gives dict: expected \(params, buffers\)"),
+    "a stack's": (stack("a", stateful=True), "Stack 'a': init gives dict: expected"),
+    "apply": (
+        fz.Layer("a", pair, lambda p, batch, ctx: batch["x"], stateful=True),
+        r"Layer 'a': apply gives float32\[2, 2\]: expected \(x, buffers\), as the layer is",
+    ),
+    "no buffers": (
+        fz.Layer("a", lambda rng: ({"w": jnp.ones(2)}, {}), lambda p, x, ctx: (x["x"], None),
+                 stateful=True),
+        "layer 'a': the buffers that it returns .*expected a tree like .*, got",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "said"), STATEFUL.values(), ids=STATEFUL)
+def test_stateful_layers_give_buffers(layer, said):
+    model, plan, tx = chain(layer), tiny.plan(data=1), optax.sgd(0.1)
+
+    def lowered():
+        state = fz.abstract_state(model, tx, plan)
+        return fz.train_step(model, tx, plan).lower(state, {"x": jnp.ones((2, 2))})
+
+    with pytest.raises((fz.PlanError, fz.StateError), match=said):
+        lowered()
+
+
+def test_a_chain_with_other_frozen_parameters_and_not_by_its_fields():
+    model = chain(link("a"), link("b"))
+    held = model.with_frozen(["a/w"])
+    state = fz.init(held, optax.adam(0.1), tiny.plan(data=1))
+    assert [path for path, _ in named_leaves(state.opt_state[0].mu)] == ["b/w"]
+    assert not model.frozen
+    with pytest.raises(fz.PlanError, match=r"dataclasses\.replace makes no .*with_frozen"):
+        dataclasses.replace(model, frozen=["a/w"])
+    assert copy.copy(model).layers is model.layers
 
 
 def test_functions_that_may_be_called_so_are_taken():

@@ -63,6 +63,21 @@ def test_optimizers(name):
     assert callable(WRAPPERS[name](several).init)
 
 
+STEPS = [(0, 0.5), (2.5, 0.5), ("2", 0.5), (2, 1.5), (2, -1), (2, float("nan")), (2, "1")]
+
+
+@pytest.mark.parametrize(("period", "size"), STEPS, ids=str)
+def test_how_far_slow_weights_move(period, size):
+    said = f"slow_step_size={size!r}: expected 0 to 1" if period == 2 else "sync_period="
+    with pytest.raises(fz.PlanError, match=f"lookahead: {said}"):
+        fz.lookahead(TX, period, size)
+
+
+def test_a_step_needs_an_optimizer():
+    with pytest.raises(fz.PlanError, match=r"train_step: expected an optimizer, .* got None"):
+        fz.train_step(tiny.chain(1), None, PLAN)
+
+
 def test_a_state_of_another_optimizer_that_keeps_nothing_either():
     model, batch = tiny.chain(1), tiny.tokens(2)
     with pytest.raises(fz.StateError, match=r"opt_state: expected a tree like .*EmptyState.* got"):

@@ -107,10 +107,12 @@ def _check(
     exchange: str,
 ) -> None:  # fmt: skip
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    fits = fits and 0 not in (*q.shape, *k.shape, *v.shape)
     if not fits or k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise PlanError(
             "attention: expected q (batch, length, heads, features), k and v (batch, length,"
-            f" groups, ...) with heads a multiple of groups; got {q.shape}, {k.shape}, {v.shape}"
+            " groups, ...), no size of them 0, with heads a multiple of groups; got"
+            f" {q.shape}, {k.shape}, {v.shape}"
         )
     if segments is not None and segments.shape != q.shape[:2]:
         raise PlanError(

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ def _checked(
         raise PlanError(f"experts: expected at least one token and choice, got {chosen.shape}")
     if not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise PlanError(f"experts: chosen has dtype {chosen.dtype}: expected integers")
-    if capacity is not None and not capacity > 0:
+    if capacity is not None and not (isinstance(capacity, Real) and capacity > 0):
         raise PlanError(f"experts: capacity={capacity!r}: expected a number above 0, or None")
     return int(counts.pop()[0])
 

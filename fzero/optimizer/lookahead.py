@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from fzero.errors import PlanError
 from fzero.optimizer.layers import with_extra_args
 from fzero.tree import PyTree
 
@@ -42,6 +44,9 @@ def lookahead(
             start again from there.
         slow_step_size: how far the slow weights move towards the fast ones, 0 to 1.
 
+    Raises:
+        PlanError: an argument is something else.
+
     Example:
         >>> import jax.numpy as jnp, optax
         >>> tx, params = lookahead(optax.sgd(1.0), 1, 0.5), {"w": jnp.zeros(1)}
@@ -51,8 +56,14 @@ def lookahead(
 
     Source: Zhang et al., Lookahead Optimizer, 2019; optax.lookahead.
     """
-    if sync_period < 1:
-        raise ValueError(f"lookahead: sync_period is {sync_period}; expected 1 or more")
+    if not isinstance(sync_period, Integral) or sync_period < 1:
+        raise PlanError(
+            f"lookahead: sync_period={sync_period!r}: expected a whole number from 1 on"
+        )
+    if not isinstance(slow_step_size, jax.Array) and not (  # (one that is injected has no value)
+        isinstance(slow_step_size, Real) and 0 <= slow_step_size <= 1
+    ):
+        raise PlanError(f"lookahead: slow_step_size={slow_step_size!r}: expected 0 to 1")
     inner = with_extra_args(fast, "lookahead")
 
     def init(params: PyTree) -> LookaheadState:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.batch import Inputs, check_batch, is_shared, require_held, taken
-from fzero.compat import auto_mesh
+from fzero.compat import auto_mesh, is_key, key_bits
 from fzero.errors import BatchError
 from fzero.hosts.agree import exchange, require_equal
 from fzero.processes import in_turn
@@ -96,11 +96,14 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
         raise BatchError("local_batch: expected the plan to use equally many devices of every one")
 
     def placed(leaf: Any) -> jax.Array:
-        host = _filled(np.asarray(leaf), size)
+        host = _filled(np.asarray(key_bits(leaf)), size)
         whole = jax.make_array_from_process_local_data(
             flat, host, (size * len(counts), *host.shape[1:])
         )
-        return _moved(sharding, order)(whole)
+        moved: jax.Array = _moved(sharding, order)(whole)
+        if not is_key(leaf):
+            return moved
+        return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(leaf))
 
     return jax.tree.map(lambda x: x if is_shared(x) else placed(x), rows, is_leaf=is_shared)
 
@@ -108,7 +111,9 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
 def _alike(rows: PyTree, mask: str | None) -> list[int]:
     """The number of rows of every process; refuses leaves that differ in more than that."""
     problem = None
-    if mask is not None and (not isinstance(rows, dict) or mask in rows):
+    if mask is not None and not isinstance(mask, str):
+        problem = f"mask={mask!r}: expected a name for the leaf that says which rows are real"
+    elif mask is not None and (not isinstance(rows, dict) or mask in rows):
         problem = f"mask={mask!r}: expected a dict of arrays without this name"
     try:
         if mask is None or _count(rows):
@@ -116,12 +121,12 @@ def _alike(rows: PyTree, mask: str | None) -> list[int]:
         elif any(np.shape(x)[:1] != (0,) for _, x in named_leaves(rows)):
             problem = problem or "leaves have different numbers of rows"
         for path, leaf in named_leaves(rows) if problem is None else ():
-            require_held(np.asarray(leaf), path)
+            require_held(np.asarray(key_bits(leaf)), path)
     except BatchError as error:
         problem = problem or str(error)
     facts: dict[str, Any] = {"what is wrong with the rows": problem}
     for path, leaf in named_leaves(rows) if problem is None else ():
-        facts[f"batch {path}"] = f"{np.asarray(leaf).dtype}{list(leaf.shape[1:])} for each row"
+        facts[f"batch {path}"] = f"{leaf.dtype}{list(leaf.shape[1:])} for each row"
     everyone = exchange(POINT, {"facts": facts, "count": _count(rows)})
     require_equal(POINT, [one["facts"] for one in everyone], BatchError)
     if problem is not None:

@@ -172,7 +172,7 @@ def reload(
 
 def fields_meant(word: str, state: TrainState | None = None) -> tuple[str, ...]:
     """The state's fields that a word stands for."""
-    known = _FIELDS.get(_WORDS.get(word, word))
+    known = _FIELDS.get(_WORDS.get(word, word)) if isinstance(word, str) else None
     if known is None:
         words = [*_FIELDS, *_WORDS]
         raise PlacementError(f"include: {word!r} is no field of a state: expected any of {words}")
@@ -200,7 +200,9 @@ class How:
 
 def _move(state: TrainState, include: str | Iterable[str] | None, to: str, how: How) -> TrainState:
     require_state(state, how.operation)
-    words = CLASSES if include is None else (include,) if isinstance(include, str) else include
+    several = isinstance(include, Iterable) and not isinstance(include, str)
+    words: Iterable[Any] = include if several else (include,)  # type: ignore[assignment]
+    words = CLASSES if include is None else words
     fields = {name for word in words for name in fields_meant(word, state)}
     return move_fields(state, [x for x in CLASSES if x in fields], to, how)
 

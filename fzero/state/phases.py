@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -50,12 +52,20 @@ class Phases:
 
     def __post_init__(self) -> None:
         for phase in dataclasses.fields(self):
-            for word, tier in getattr(self, phase.name).items():
-                fields_meant(word)
-                if tier not in TIERS:
-                    raise PlacementError(
-                        f"Phases: {phase.name}[{word!r}]={tier!r}: expected one of {list(TIERS)}"
-                    )
+            _require_tiers(f"Phases: {phase.name}", getattr(self, phase.name))
+
+
+def _require_tiers(where: str, phase: Any) -> None:
+    """Raises `PlacementError` if a phase is no tier for each of some fields."""
+    if not isinstance(phase, Mapping):
+        raise PlacementError(
+            f"{where}: {phase!r}: expected the tier of each part, such as {{'opt_state': 'host'}}"
+            " or fz.Phases().idle"
+        )
+    for word, tier in phase.items():
+        fields_meant(word)
+        if tier not in TIERS:
+            raise PlacementError(f"{where}[{word!r}]={tier!r}: expected one of {list(TIERS)}")
 
 
 def enter(
@@ -96,6 +106,7 @@ def enter(
         >>> fz.placement(state).bytes_per_device["total"]
         0
     """
+    _require_tiers("enter: phase", phase)
     tiers = dict.fromkeys(CLASSES, DEVICE)
     for word, tier in phase.items():
         tiers.update(dict.fromkeys(fields_meant(word, state), tier))

@@ -103,6 +103,11 @@ class TrainStep(_Step):
             why = "every parameter is frozen (Model.frozen)" if splits else "the model has none"
             raise StateError(f"train_step: expected parameters to train: {why}")
         if apply:
+            if blue.tx is None:
+                raise PlanError(
+                    "train_step: expected an optimizer, such as optax.adam(1e-3), got None: a state"
+                    " without one is only evaluated (fz.eval_step)"
+                )
             blue.require_optimizer("train_step")
         super().__init__(blue, "train_step" if apply else "accumulate_step")
         self.donate, self.apply = donate, apply

@@ -263,6 +263,7 @@ def test_lengths_of_rows_lie_along_their_axis():
         ({"length": 60, "causal": True, "exchange": "ring"}, r"positions that divide by 8"),
         ({"exchange": "star"}, r"exchange='star': expected one of \['auto', 'ring', 'heads'\]"),
         ({"groups": 3}, r"heads a multiple of groups; got \(1, 64, 4, 8\), \(1, 64, 3, 8\)"),
+        ({"length": 0}, r"no size of them 0, .* got \(1, 0, 4, 8\)"),
         ({"window": -1}, r"window=-1: expected at least 0"),
         ({"segments": jnp.zeros((1, 3), jnp.int32)}, r"segments are \(1, 3\): .* \(1, 64\)"),
     ],

@@ -264,6 +264,7 @@ def refused(**given):
         ({"weights": {"a": jnp.ones(3), "b": jnp.ones(4)}}, r"weights of \[\(3,\), \(4,\)\]"),
         ({"chosen": jnp.zeros((4, K))}, r"chosen has dtype float32: expected integers"),
         ({"capacity": 0.0}, r"capacity=0.0: expected a number above 0"),
+        ({"capacity": "a"}, r"capacity='a': expected a number above 0"),
         (
             {
                 "x": jnp.ones((0, WIDTH)),

@@ -235,6 +235,8 @@ def test_a_step_refuses_parked_leaves_that_it_needs(to, tmp_path):
     ("arguments", "message"),
     [
         ({"include": "optimizer"}, "'optimizer' is no field of a state"),
+        ({"include": 3}, "include: 3 is no field of a state"),
+        ({"include": [["params"]]}, "include: ['params'] is no field of a state"),
         ({"to": "nvme"}, "to='nvme': expected 'host' or 'disk'"),
         ({"fraction": 1.5}, "fraction=1.5: expected a share from 0 to 1"),
         ({"where": "("}, "expected a regular expression"),
@@ -376,6 +378,11 @@ def test_phases(tmp_path):
         fz.Phases(train={"opt_state": "hbm"})
     with pytest.raises(fz.PlacementError, match="no field of a state"):
         fz.enter(again, {"weights": "host"})
+    # It was taken for the device.
+    with pytest.raises(fz.PlacementError, match=r"enter: phase\['opt_state'\]='ram': expected one"):
+        fz.enter(again, {"opt_state": "ram"})
+    with pytest.raises(fz.PlacementError, match="enter: phase: 'idle': expected the tier of each"):
+        fz.enter(again, "idle")
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
