@@ -348,15 +348,14 @@ def _require_unchanged(
 
 def _changed(x: Any, y: Any, keys: Collection[str]) -> list[str]:
     """Which of some keys of `x` hold other leaves in `y`, where they are there."""
-    return [
-        key
-        for key in keys
-        if key in y
-        and (
-            jax.tree.structure(x[key]) != jax.tree.structure(y[key])
-            or any(a is not b for a, b in zip(*map(jax.tree.leaves, (x[key], y[key])), strict=True))
-        )
-    ]
+    return [key for key in keys if key in y and not _same(x[key], y[key])]
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two trees have the very same leaves."""
+    if jax.tree.structure(x) == jax.tree.structure(y):
+        return all(a is b for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
+    return False
 
 
 def _require_arrays(layer: Layer | Stack, y: Any) -> None:
@@ -436,9 +435,10 @@ def require_buffers(layer: Layer | Stack, old: PyTree, new: PyTree) -> None:
         floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in pair)
         if leaf.shape != old_leaf.shape or not (floats or leaf.dtype == old_leaf.dtype):
             wrong.append(f"{name}: expected {_kinds([old_leaf])}, got {_kinds([leaf])}")
-    trees = jax.tree.structure(old), jax.tree.structure(new)
-    if not wrong and trees[0] != trees[1]:
-        wrong.append(f"expected a tree like {trees[0]}, got {trees[1]}")
+    expected, got = jax.tree.structure(old), jax.tree.structure(new)
+    alike = expected == got
+    if not wrong and not alike:
+        wrong.append(f"expected a tree like {expected}, got {got}")
     if wrong:
         where = f"layer {layer.name!r}" if layer.name else "loss"
         raise StateError(f"{where}: the buffers that it returns are not those it was given:"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.errors import ScheduleError
@@ -95,6 +95,32 @@ behind
         aligned=is_aligned(schedule),
         slots=minimal,
     )
+
+
+def check_forwards_in_order(schedule: Schedule, stages: Mapping[int, str]) -> None:
+    """Proves that forwards of some stages run in the order of microbatches.
+
+    Args:
+        schedule: a legal schedule.
+        stages: of each such stage, why.
+
+    Raises:
+        ScheduleError: one runs before a forward of an earlier microbatch.
+    """
+    last: dict[int, tuple[Action, Position]] = {}
+    for rank, cell, action in placed(schedule):
+        if action.kind != "F" or action.stage not in stages:
+            continue
+        before, where = last.get(action.stage, (action, (rank, cell)))
+        if before.microbatch > action.microbatch:
+            _fail(
+                schedule,
+                [where, (rank, cell)],
+                f"{before} runs before {action}: expected forwards of stage {action.stage} in the"
+                f" order of microbatches, as {stages[action.stage]}; sort them, or take a named"
+                " schedule",
+            )
+        last[action.stage] = action, (rank, cell)
 
 
 def _check_one_rank_per_stage(schedule: Schedule) -> None:

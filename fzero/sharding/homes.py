@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fzero.errors import PlanError
-from fzero.links import Stack, subtree
+from fzero.errors import PlanError, ScheduleError
+from fzero.links import Stack, of_link, subtree
 from fzero.model import Model
 from fzero.pieces import Piece
 from fzero.plan import Plan
 from fzero.schedule.actions import Schedule
+from fzero.schedule.check import check_forwards_in_order
 from fzero.sharding.split import Home, stacked_names
 from fzero.sharding.stages import Partition, partition
 from fzero.tree import PyTree
@@ -66,11 +67,16 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     """Cuts a model as its plan says.
 
     Raises:
-        PlanError: the model cannot be cut like that.
+        PlanError: the model cannot be cut like that, or its layers would hand their buffers on in
+            another order than without a pipeline.
     """
     schedule = plan.build_schedule()
     method = list(plan.partition) if isinstance(plan.partition, tuple) else plan.partition
     cut = partition(model, schedule.num_stages, method)
+    try:
+        check_forwards_in_order(schedule, _with_buffers(cut))
+    except ScheduleError as error:
+        raise PlanError(f"plan: schedule: {error}") from error
     rank_of = schedule.stage_to_rank
     layers: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for stage, pieces in enumerate(cut.stages):
@@ -93,6 +99,16 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
         for stage, pieces in enumerate(cut.stages)
     )
     return Stages(schedule, cut, pieces_of, homes)
+
+
+def _with_buffers(cut: Partition) -> dict[int, str]:
+    """Of each stage whose forwards read what the one before left: which layer it is of."""
+    return {
+        stage: f"{of_link(piece.layer)} reads the buffers that the microbatch before left"
+        for stage, pieces in enumerate(cut.stages)
+        for piece in pieces
+        if piece.layer.stateful
+    }
 
 
 def in_order(rows: tuple[int, ...]) -> tuple[int, ...]:

@@ -171,8 +171,9 @@ def _require_of_links(model: Model, params: PyTree, buffers: PyTree) -> None:
                     f"init: {field}/{name}: no layer is named {name!r}; the chain has"
                     f" {list(links)}. Leave it out, or give the layer that it is of this name"
                 )
-            if isinstance(links[name], Stack):
-                _require_rows(links[name], f"{field}/{name}", values)
+            link = links[name]
+            if isinstance(link, Stack):
+                _require_rows(link, f"{field}/{name}", values)
     for name, link in links.items():
         _require_seen(link, params.get(name, {}))
         for field, tree, has in (

@@ -232,6 +232,16 @@ def test_buffers_are_those_without_a_pipeline(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_buffers_are_handed_on_in_the_order_of_microbatches():
+    """Silently: other running statistics than without a pipeline."""
+    rows = [[f"{stage}F1", f"{stage}F0", f"{stage}B0", f"{stage}B1"] for stage in range(2)]
+    actions = [[fz.pipeline.Action.parse(word) for word in row] for row in rows]
+    plan = tiny.plan(pipe=2, data=1, microbatches=2, schedule=fz.pipeline.Schedule(actions))
+    fz.abstract_state(tied(), None, plan)
+    with pytest.raises(fz.PlanError, match=r"0F1 runs before 0F0: .* 'norms' reads the"):
+        fz.abstract_state(stateful(), None, plan)
+
+
 @pytest.mark.nightly
 def test_buffers_agree_between_schedules():
     plans = [

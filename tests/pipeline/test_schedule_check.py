@@ -14,6 +14,7 @@ from schedule_cases import EXAMPLES, TRAINING, all_sizes, build, merge_split_bac
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Schedule, check, gpipe, one_f_one_b, slots
 from fzero.schedule.actions import rows_of
+from fzero.schedule.check import check_forwards_in_order
 from fzero.schedule.deadlock import SENDS, find_deadlock
 from fzero.schedule.grid import MAX_COLUMNS, format_grid
 from fzero.schedule.instructions import check_program, lower
@@ -70,6 +71,20 @@ def test_legal_schedules_pass(schedule):
     proof = check(schedule)
     assert proof.trains
     assert "buffered" in proof.deadlock_free
+
+
+@repeatable
+@given(legal())
+def test_named_schedules_run_forwards_in_the_order_of_microbatches(schedule):
+    check_forwards_in_order(schedule, dict.fromkeys(range(schedule.num_stages), "each has buffers"))
+
+
+def test_forwards_in_another_order():
+    rows = rows_of([["0F1", "0F0", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]])
+    check_forwards_in_order(rows, {})
+    with pytest.raises(ScheduleError, match=r"1F1 runs before 1F0: .* as it counts") as caught:
+        check_forwards_in_order(rows, {1: "it counts"})
+    assert marked(str(caught.value)) == ["1F1", "1F0"]
 
 
 @repeatable
