@@ -353,9 +353,9 @@ def _changed(x: Any, y: Any, keys: Collection[str]) -> list[str]:
 
 def _same(x: Any, y: Any) -> bool:
     """Whether two trees have the very same leaves."""
-    if jax.tree.structure(x) == jax.tree.structure(y):
-        return all(a is b for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
-    return False
+    trees: list[Any] = [jax.tree.structure(x), jax.tree.structure(y)]
+    leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=False)
+    return trees[0] == trees[1] and all(a is b for a, b in leaves)
 
 
 def _require_arrays(layer: Layer | Stack, y: Any) -> None:
@@ -435,10 +435,9 @@ def require_buffers(layer: Layer | Stack, old: PyTree, new: PyTree) -> None:
         floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in pair)
         if leaf.shape != old_leaf.shape or not (floats or leaf.dtype == old_leaf.dtype):
             wrong.append(f"{name}: expected {_kinds([old_leaf])}, got {_kinds([leaf])}")
-    expected, got = jax.tree.structure(old), jax.tree.structure(new)
-    alike = expected == got
-    if not wrong and not alike:
-        wrong.append(f"expected a tree like {expected}, got {got}")
+    trees: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    if not wrong and trees[0] != trees[1]:
+        wrong.append(f"expected a tree like {trees[0]}, got {trees[1]}")
     if wrong:
         where = f"layer {layer.name!r}" if layer.name else "loss"
         raise StateError(f"{where}: the buffers that it returns are not those it was given:"
