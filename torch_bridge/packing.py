@@ -35,7 +35,7 @@ def pack(
         length: tokens in a row.
         pad: the token that fills rows up.
         ignore_index: the label of what does not count.
-        vocabulary: number of tokens there are, to find others.
+        vocabulary: number of tokens there are, to find others, in labels and `pad` as well.
         rows: how many rows there shall be, the last ones perhaps empty; as many as needed if not
             given. So batches of one shape can be made, and rows divide over the devices.
         labels: of each document, where they are not its tokens: `ignore_index` where a token is not
@@ -48,8 +48,9 @@ def pack(
         `tb.causal_lm_loss(logits, labels)`, which shifts them itself.
 
     Raises:
-        BatchError: a document is longer than a row, has a token outside the vocabulary, or labels
-            of another number; or they do not fit into `rows`. Names the document.
+        BatchError: a document is longer than a row, has a token or label outside the vocabulary (of
+            int32, where none is given), or labels of another number; or they do not fit into
+            `rows`. Names the document.
 
     Example:
         >>> packed = pack([[5, 6, 7], [8, 9], [3, 4]], length=5)
@@ -58,10 +59,15 @@ def pack(
         >>> packed["segments"].tolist(), packed["labels"][0].tolist()
         ([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [-100, 6, 7, -100, 9])
     """
+    _require_whole(length=length, pad=pad, ignore_index=ignore_index, rows=rows or 0)
+    if vocabulary is not None and not 0 <= pad < vocabulary:
+        raise BatchError(f"pack: pad={pad} is outside the vocabulary of {vocabulary}")
     kept = []
     for number, (document, own) in enumerate(_with_labels(documents, labels)):
         ids = _checked(number, np.asarray(document), length, vocabulary)
-        wanted = ids if own is None else _labels(number, np.asarray(own), ids)
+        wanted = ids
+        if own is not None:
+            wanted = _labels(number, np.asarray(own), ids, vocabulary, ignore_index)
         if ids.size:
             kept.append((ids, wanted))
     found = rows_of([ids.size for ids, _ in kept], length, alone)
@@ -190,33 +196,75 @@ def _with_labels(
 
 
 def _labels(
-    number: int, labels: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
+    number: int,
+    labels: np.ndarray[Any, Any],
+    ids: np.ndarray[Any, Any],
+    vocabulary: int | None,
+    ignore_index: int,
 ) -> np.ndarray[Any, Any]:
+    """A document's labels, if each token has one."""
     if labels.shape != ids.shape:
         raise BatchError(
             f"pack: document {number} has {ids.size} tokens, but labels of shape"
             f" {list(labels.shape)}; expected one for each"
         )
-    return labels.astype(np.int32)
+    return _whole(number, "label", labels, vocabulary, labels == ignore_index)
 
 
 def _checked(
     number: int, ids: np.ndarray[Any, Any], length: int, vocabulary: int | None
 ) -> np.ndarray[Any, Any]:
     """A document's tokens, if they are some and fit."""
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BatchError(
-            f"pack: document {number}: expected a list of token ids, got {ids.dtype} of shape"
-            f" {list(ids.shape)}"
-        )
+    found = _whole(number, "token", ids, vocabulary)
     if ids.size > length:
         raise BatchError(
             f"pack: document {number} has {ids.size} tokens, but rows have {length}; cut it, or"
             " make rows longer"
         )
-    if vocabulary is not None and (wrong := np.flatnonzero((ids < 0) | (ids >= vocabulary))).size:
+    return found
+
+
+def _whole(
+    number: int,
+    what: str,
+    values: np.ndarray[Any, Any],
+    vocabulary: int | None,
+    besides: np.ndarray[Any, Any] | bool = False,
+) -> np.ndarray[Any, Any]:
+    """A document's tokens or labels as int32, if that changes none of them.
+
+    Args:
+        number: of the document.
+        what: "token" or "label".
+        values: one for each position.
+        vocabulary: see `pack`.
+        besides: where a value is none of the vocabulary, and may be.
+    """
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
         raise BatchError(
-            f"pack: document {number}, position {wrong[0]}: token {ids[wrong[0]]} is outside the"
-            f" vocabulary of {vocabulary}"
+            f"pack: document {number}: expected a list of {what} ids, got {values.dtype} of shape"
+            f" {list(values.shape)}"
         )
-    return ids.astype(np.int32)
+    last = _INT32.max if vocabulary is None else min(vocabulary - 1, _INT32.max)
+    first = _INT32.min if vocabulary is None else 0
+    wrong = np.flatnonzero(((values < first) | (values > last)) & ~np.asarray(besides))
+    if wrong.size:
+        which = "int32" if vocabulary is None else f"the vocabulary of {vocabulary}"
+        raise BatchError(
+            f"pack: document {number}, position {wrong[0]}: {what} {values[wrong[0]]} is outside"
+            f" {which}"
+        )
+    return values.astype(np.int32)
+
+
+_INT32 = np.iinfo(np.int32)
+
+
+def _require_whole(**options: Any) -> None:
+    """Refuse options that int32 would change."""
+    for name, value in options.items():
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or not _INT32.min <= value <= _INT32.max:
+            raise BatchError(
+                f"pack: {name}={value!r:.60}: expected a whole number that int32 holds"
+            )

@@ -125,6 +125,30 @@ def test_what_cannot_be_packed_is_named():
         tb.pack([[1]], length=4, labels=iter([[1], [1, 2]]))
 
 
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([[1], [2**40, 5]], {}, "document 1, position 0: token 1099511627776 is outside int32"),
+        ([np.array([2, 2**63 + 5], np.uint64)], {}, "document 0, position 1: token 92233"),
+        ([[1, 2]], {"labels": [[1, 2**31]]}, "position 1: label 2147483648 is outside int32"),
+        ([[1, 2]], {"labels": [[1.0, 2.7]]}, "expected a list of label ids, got float64"),
+        (
+            [[1, 2]],
+            {"labels": [[-7, 9]], "vocabulary": 9, "ignore_index": -7},
+            "position 1: label 9 is outside the vocabulary of 9",
+        ),
+        ([[1, 2]], {"pad": 9, "vocabulary": 9}, "pad=9 is outside the vocabulary of 9"),
+        ([[1, 2]], {"pad": 1.5}, "pad=1.5: expected a whole number"),
+        ([[1, 2]], {"ignore_index": 2**31}, "ignore_index=2147483648: expected a whole number"),
+        ([[1, 2]], {"rows": 2.5}, "rows=2.5: expected a whole number"),
+    ],
+)
+def test_what_int32_would_change_is_refused(documents, options, message):
+    """It would be another token, or a label that is another word."""
+    with pytest.raises(fz.BatchError, match=message):
+        tb.pack(documents, length=4, **options)
+
+
 def test_no_document_is_taught_the_first_token_of_the_next():
     rows = tb.pack([[3, 4], [5, 6]], length=5)
     assert rows["labels"].tolist() == [[-100, 4, -100, 6, -100]]
