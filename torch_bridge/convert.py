@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
 from fzero.errors import ConversionError
@@ -97,7 +99,7 @@ def convert(
             custom autograd functions without a rule (`register_function`), Python state or random
             numbers that would be frozen, writes to parameters, float64 without x64; a `capacity`
             of a module without mixtures, a `padding_side` that no attention of the module reads; or
-            `batch_dim` cannot be kept free.
+            `batch_dim` is no dim of the example, or cannot be kept free.
 
     Example:
         >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
@@ -105,11 +107,13 @@ def convert(
         ['bias', 'weight']
     """
     min_layers = fewest_layers(roll)
+    _require_switches(train=train, masters=masters, copy=copy)
     module = unwrapped(module)
     refuse_untraceable(module)
     warn_of_modes(module)
     warn_of_questions(module)
     args, kwargs = example_tensors((example_args, example_kwargs))
+    _require_dim(batch_dim, (args, kwargs))
     keep, padded = train if masters is None else masters, _is_padded(padding_side)
     made = _Making(batch_dim, min_layers, train, keep, copy, padded=padded)
     with capacity_of(module, capacity, train):
@@ -217,6 +221,30 @@ class _Making:
         if self.batch_dim is not None:
             _refuse_fixed(converted, self.batch_dim)
         return converted
+
+
+def _require_switches(**given: bool | None) -> None:
+    """Refuse what is no switch: any word counts as True, "no" as well."""
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_) and (value is not None or name == "train"):
+            raise ConversionError(
+                f"tb.convert({name}={value!r:.60}): expected True or False. A forward's own argument"
+                " of that name is given by position"
+            )
+
+
+def _require_dim(batch_dim: Any, example: Any) -> None:
+    """Refuse a dim that no argument has: nothing would be kept free."""
+    if batch_dim is None:
+        return
+    leaves = jax.tree.leaves(example)
+    most = max((leaf.ndim for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+    whole = isinstance(batch_dim, int | np.integer) and not isinstance(batch_dim, bool)
+    if not whole or not 0 <= batch_dim < most:
+        raise ConversionError(
+            f"tb.convert(batch_dim={batch_dim!r:.60}): expected a dim of the example's tensors,"
+            f" which have {most} at most, counted from 0"
+        )
 
 
 def _is_padded(side: Any) -> bool:

@@ -100,6 +100,24 @@ def test_a_sum_beyond_float16_is_not_merged(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("m.safetensors", {"hyper": {"lr": 0.1}}, "hyper= stands beside Adam's moments"),
+        ("m.ckpt", {"hyper": {"lr": 0.1}}, "hyper= stands beside Adam's moments"),
+        ("m", {"hyper": {"lr": 0.1}, "to": "peft"}, "the adapter alone, and hyper= asks for more"),
+        ("m.pt", {"hyper": {"lr": 0.1}, "merge": True}, "no optimizer"),
+        ("m.safetensors", {"adapter": "default"}, "adapter='default' says which one merge=True"),
+    ],
+)
+def test_an_option_that_says_nothing_of_what_is_written_is_refused(
+    adapted, tmp_path, name, options, message
+):
+    with pytest.raises(fz.CheckpointError, match=message):
+        tb.save(tmp_path / name, adapted, adapted.params, **options)
+    assert not list(tmp_path.iterdir())
+
+
 class Falcon(torch.nn.Linear):
     """Linear, in words of its own, as Falcon's are."""
 

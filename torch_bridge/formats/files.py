@@ -80,8 +80,8 @@ def save(
         adapter: which adapter `merge` and "peft" mean, where the module has several.
 
     Raises:
-        CheckpointError: an unknown suffix or hyperparameter, a state that does not fit, or
-            arguments that differ between processes.
+        CheckpointError: an unknown suffix or hyperparameter, a state that does not fit, an option
+            that says nothing of what is written, or arguments that differ between processes.
 
     Example:
         >>> import tempfile
@@ -141,11 +141,16 @@ def _save(
         with sent(str(path), turns) as local:
             return _save(local, converted, state_or_params, plan, asked, turns)
     to, size, optimizer = asked.to, asked.max_shard_size, asked.optimizer
+    if asked.adapter is not None and not asked.merge and to != "peft":
+        raise CheckpointError(
+            f'save: adapter={asked.adapter!r} says which one merge=True or to="peft" writes:'
+            " expected one of these, or none of it: all of the module is written"
+        )
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
-        if asked.merge or optimizer:
-            said = "merge=True" if asked.merge else "optimizer=True"
+        if asked.merge or optimizer or asked.groups:
+            said = "merge=True" if asked.merge else "optimizer=True" if optimizer else "hyper="
             raise CheckpointError(
                 f'save: to="peft" writes the adapter alone, and {said} asks for more: expected one'
                 " of the two"
@@ -154,7 +159,7 @@ def _save(
         return write_adapter(path, *own, turns)
     to = to or format_of(Path(path))
     if asked.merge:
-        if optimizer or not isinstance(converted, Converted):
+        if optimizer or asked.groups or not isinstance(converted, Converted):
             raise CheckpointError("save: merge=True: expected a module with adapters, no optimizer")
         merged = merged_content(converted, state_or_params, plan, asked.adapter)
         return write_in_turns(merged, path, to, size, turns)
@@ -170,6 +175,11 @@ def _save(
             "save: the file has no scheduler's state: Trainer.fit(ckpt_path=) goes on with the"
             " optimizer's step, but begins its scheduler anew. Set it there (scheduler.step() as"
             " often, or last_epoch=), or train without one"
+        )
+    if asked.groups and content.optimizer is None:
+        raise CheckpointError(
+            f"save: hyper= stands beside Adam's moments, and none are written ({to}): expected a"
+            ' state that has them and a place for them, such as to="lightning", or no hyper='
         )
     if content.optimizer is not None and asked.groups:
         known = dataclasses.replace(content.optimizer, groups=asked.groups)

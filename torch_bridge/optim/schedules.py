@@ -55,12 +55,13 @@ def follow(
 
     Raises:
         ConversionError: the scheduler belongs to another optimizer, needs metrics or `num_steps`,
-            fails, or changes other hyperparameters.
+            fails, or changes other hyperparameters; a number of steps is none, or of no scheduler.
     """
+    _require_counts(scheduler, every, num_steps)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     if scheduler is None:
         return groups
-    _check(optimizer, scheduler, every)
+    _check(optimizer, scheduler)
     first = position(scheduler)
     if isinstance(scheduler, lr_scheduler.OneCycleLR) and num_steps is not None:
         _require_as_many(scheduler, -(-num_steps // every))
@@ -104,7 +105,22 @@ def _require_as_many(scheduler: lr_scheduler.OneCycleLR, steps: int) -> None:
         )
 
 
-def _check(optimizer: Any, scheduler: Any, every: int) -> None:
+def _require_counts(scheduler: Any, every: Any, num_steps: Any) -> None:
+    """Refuse numbers of steps that are none, and those of a scheduler that is not there."""
+    for name, value in {"every": every, "num_steps": 1 if num_steps is None else num_steps}.items():
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or value < 1:
+            raise ConversionError(
+                f"optimizer: {name}={value!r:.60}: expected a number of optimizer steps, at least 1"
+            )
+    if scheduler is None and every != 1:
+        raise ConversionError(
+            f"optimizer: every={every} is between two steps of a scheduler, and there is none:"
+            " expected it beside scheduler="
+        )
+
+
+def _check(optimizer: Any, scheduler: Any) -> None:
     name = _name(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise ConversionError(
@@ -114,8 +130,6 @@ def _check(optimizer: Any, scheduler: Any, every: int) -> None:
         )
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise ConversionError(f"{name} belongs to another optimizer; pass the one it was made with")
-    if every < 1:
-        raise ConversionError(f"every={every}: expected at least 1 optimizer step for each value")
 
 
 def _name(scheduler: Any) -> str:

@@ -159,6 +159,21 @@ def test_schedules_go_on_after_what_was_run_ahead(name):
     assert name == "growing" or found.max() <= 0.1
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"every": 0}, "every=0: expected a number of optimizer steps, at least 1"),
+        ({"every": 3}, "every=3 is between two steps of a scheduler, and there is none"),
+        ({"num_steps": -1}, "num_steps=-1: expected a number of optimizer steps"),
+        ({"num_steps": 2.5}, "num_steps=2.5: expected a number of optimizer steps"),
+    ],
+)
+def test_a_number_of_steps_that_is_none_is_refused(counts, message):
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ConversionError, match=message):
+        tb.optimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], **counts)
+
+
 def test_a_scheduler_is_left_as_it_was():
     optimizer = two_groups(torch.tensor(0.1))
     scheduler = warmed_up(optimizer)
