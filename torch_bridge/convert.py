@@ -228,8 +228,8 @@ def _require_switches(**given: bool | None) -> None:
     for name, value in given.items():
         if not isinstance(value, bool | np.bool_) and (value is not None or name == "train"):
             raise ConversionError(
-                f"tb.convert({name}={value!r:.60}): expected True or False. A forward's own argument"
-                " of that name is given by position"
+                f"tb.convert({name}={value!r:.60}): expected True or False. A forward's own"
+                " argument of that name is given by position"
             )
 
 

@@ -245,6 +245,21 @@ def test_distributions_are_those_of_torch() -> None:
         tb.convert(Fn(lambda x: densities(x, True)), draw(3, 4))
 
 
+def test_a_distribution_that_a_module_holds_is_as_one_that_its_forward_makes() -> None:
+    given = draw(3, 2)
+    unit = D.Normal(0.0, 1.0)
+    held = (
+        D.MultivariateNormal(torch.zeros(2), torch.eye(2)),
+        D.Independent(D.Normal(torch.zeros(2), 1.0), 1),
+    )
+    check_parity(Fn(lambda x: held[0].log_prob(x) + held[1].log_prob(x) + unit.cdf(x[:, 0])), given)
+    with pytest.raises(ValueError, match="within the support"):
+        unit.log_prob(torch.tensor(torch.nan))
+    asked = D.Normal(0.0, 1.0, validate_args=True)
+    with pytest.raises(ConversionError, match="must not depend on tensor values"):
+        tb.convert(Fn(lambda x: asked.log_prob(x)), given)
+
+
 def test_positions_of_a_grid_have_gradients() -> None:
     image = draw(2, 3, 5, 6)
     check_parity(

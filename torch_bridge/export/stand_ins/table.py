@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch._functorch import vmap
-from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,6 +25,7 @@ from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.arrays import OF_ARRAYS
 from torch_bridge.export.stand_ins.assigned import ASSIGNMENTS, assignments_written
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
+from torch_bridge.export.stand_ins.distributions import unchecked_distributions
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
 from torch_bridge.export.stand_ins.inference_mode import inference_as_no_grad
@@ -105,21 +105,12 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         found = unmapped(name, x, level, count, None if dim is None else 0)
         return found.movedim(0, dim) if dim else found
 
-    begin = Distribution.__init__
-
-    def unchecked(
-        self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: bool | None = None
-    ) -> None:
-        """What distributions assert about values, they assert where a forward asks for it."""
-        begin(self, torch.Size(batch_shape), torch.Size(event_shape), bool(validate_args))
-
     own: tuple[StandIn, ...] = (
         (_BatchNorm, "forward", counted),
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
         *ASSIGNMENTS,
-        (Distribution, "__init__", unchecked),
         *RANDOM_NUMBERS,
         OF_SIZES,
         *OF_ARRAYS,
@@ -133,7 +124,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
             _Mode(packed, rows), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
             causal_masks(), functional_gradients(), synchronized_batch_norms(), unseeded(),
-            assignments_written(module),
+            assignments_written(module), unchecked_distributions(),
         ):  # fmt: skip
             yield
     finally:
