@@ -91,6 +91,17 @@ def what_a_region_makes(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.part(x) * z + w[:, None]
 
 
+def what_was_made_before_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The targets of a DQN, row by row or at once."""
+    y = net.part(x)
+    rows, like, new = torch.zeros(x.shape[0]), torch.zeros_like(y), y.new_ones(x.shape[0], 4)
+    with torch.no_grad():
+        rows[:], like[:, 1] = net.part(x).amax(1), y[:, 0]
+        for i in range(2):
+            new[i] = y[i] * 2
+    return y * rows[:, None] + y * like + y * new
+
+
 def a_region_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
     """An operator with a graph of its own within a region."""
     y = net.part(x)
@@ -119,7 +130,7 @@ def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
     [what_an_operator_gives_back, what_a_region_computes, what_a_region_makes, a_region_in_a_region,
      a_branch_in_a_region, averages_over_all_batches, weights_that_do_not_train,
      a_factor_without_gradient, a_buffer, what_only_the_detached_sees, a_value_used_before,
-     what_has_no_gradient],
+     what_has_no_gradient, what_was_made_before_a_region],
 )  # fmt: skip
 def test_as_in_pytorch(run: Any) -> None:
     check_parity(Net(run), X, train=True)
@@ -148,6 +159,19 @@ def seen_by_a_view(net: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_write_that_pytorch_has_no_gradient_of_is_refused(run: Any) -> None:
     with pytest.raises(ConversionError, match=r"clamp_.default in \(root\) writes through .detach"):
         tb.convert(Net(run), X)
+
+
+def what_had_none_at_first(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2, 4)
+    y[:, 1:] = net.part(x)[:2, 1:]
+    with torch.no_grad():
+        y[:, 2] = 0.0
+    return y
+
+
+def test_a_write_into_what_a_gradient_was_written_to_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"under torch.no_grad\(\) into a value that has a"):
+        tb.convert(Net(what_had_none_at_first), X)
 
 
 class Assigns(nn.Module):

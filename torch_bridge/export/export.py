@@ -29,6 +29,7 @@ from torch_bridge.export.graph.in_place import (
     remove_hidden_aliases,
     replace_fresh_writes,
 )
+from torch_bridge.export.graph.memory import name_all_users
 from torch_bridge.export.graph.no_grad import inline_no_grad, refuse_detached_writes
 from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
@@ -381,6 +382,7 @@ def _export_most_dynamic(
                 last = error  # the last try fixes all sizes: its error is about the module itself
             else:
                 refuse_functions(functions, mode)
+                name_all_users(program)
                 keep_values(program, (*module.named_parameters(), *module.named_buffers()))
                 return program, dynamic
     refuse_functions(functions, mode)

@@ -5,6 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
+
+
+def name_all_users(program: ExportedProgram) -> None:
+    """Note all users of each value: torch.export forgets some of what a no_grad region reads too.
+
+    Args:
+        program: as traced; changed in place.
+    """
+    for graph_module in program.graph_module.modules():
+        if isinstance(graph_module, torch.fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                for given in node.all_input_nodes:
+                    given.users.setdefault(node)
 
 
 def writes(node: torch.fx.Node) -> bool:

@@ -55,7 +55,7 @@ def _refuse_detached_write(
     node: torch.fx.Node, inputs: set[Any], order: dict[torch.fx.Node, int]
 ) -> None:
     passed = memory_of(node)
-    if not any(map(_detaches, passed)) or not _has_gradient(passed[-1], inputs):
+    if not any(map(_detaches, passed)) or not _has_gradient(passed[-1], inputs, node):
         return
     seen, pending = set(), [passed[-1]]  # the value and its views, as far as they have a gradient
     while pending:
@@ -185,7 +185,7 @@ def _detach_written(
     if not writes(node):
         return
     memory = memory_of(node)
-    if memory and memory[-1] not in made and _has_gradient(memory[-1], inputs):
+    if memory and memory[-1] not in made and _has_gradient(memory[-1], inputs, node):
         raise ConversionError(
             f"{node.target} in {module_path(node)} writes under torch.no_grad() into a value that "
             "has a gradient; torch's gradient would be that of the value before the write.\n"
@@ -196,8 +196,14 @@ def _detach_written(
         node.args = (node.args[0], *(_detached(graph, a) for a in node.args[1:]))
 
 
-def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
-    """Whether a parameter or an argument of the module reaches a value by differentiable ops."""
+def _has_gradient(node: torch.fx.Node, inputs: set[Any], at: torch.fx.Node) -> bool:
+    """Whether a parameter or an argument of the module reaches a value by differentiable ops.
+
+    Args:
+        node: the value.
+        inputs: names of the module's arguments.
+        at: an operator; what is written into the value's memory before it counts.
+    """
     seen: set[torch.fx.Node] = set()
     pending = [node]
     # A module's own tensors may be written to (what becomes of parameters is decided later).
@@ -207,9 +213,13 @@ def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
         current = pending.pop()
         value = current.meta.get("val")
         without = _is_region(current) and not current.args[0]
-        if current in seen or _detaches(current) or without:
+        number = isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+        if current in seen or _detaches(current) or without or number:
             continue
         seen.add(current)
+        pending += _written_before(current, at)
+        if _is_new(current):
+            continue
         if isinstance(value, torch.Tensor) and not (
             value.is_floating_point() or value.is_complex()
         ):
@@ -220,3 +230,20 @@ def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
                 return True
         pending.extend(current.all_input_nodes)
     return False
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether an operator takes no more than size, dtype and device of what it is given."""
+    name = str(node.target)
+    return name.startswith("aten.new_") or name.partition("_like.")[0] != name
+
+
+def _written_before(node: torch.fx.Node, at: torch.fx.Node) -> list[torch.fx.Node]:
+    """What operators write into a value, or a view of it, before one of them."""
+    found, pending = [], [node]
+    while pending:
+        for user in pending.pop().users:
+            if user < at and memory_of(user)[-1:] == [node]:
+                pending += [user] if aliases(user) else []
+                found += user.all_input_nodes[1:] if writes(user) else []
+    return found
