@@ -153,11 +153,24 @@ def module_loss(output: Any, batch: Any) -> Any:
     else:
         found = output[0] if isinstance(output, tuple | list) else output
     if getattr(found, "shape", None) != ():
+        several = output if isinstance(output, tuple | list) else ()
+        scalars = [
+            number for number, one in enumerate(several) if getattr(one, "shape", None) == ()
+        ]
         raise ConversionError(
-            'loss="module": the module returned no loss (an output `loss`, or a scalar). Give its'
-            " labels in the example and in each batch, or a loss of the output"
+            'loss="module": the module returned no loss (an output `loss`, or a scalar'
+            + (_ELSEWHERE.format(scalars[0]) if scalars else _WITHOUT)
         )
     return found
+
+
+_WITHOUT = "). Give its labels in the example and in each batch, or a loss of the output"
+# (`tb.fit` keeps the last part of a batch for the loss.)
+_ELSEWHERE = (
+    " that comes first), but a scalar as output[{0}]. Say loss=lambda output, *_: output[{0}], and"
+    " in tb.fit give batches with the labels twice, (*inputs, labels, labels): the module is called"
+    " with all but the last part"
+)
 
 
 def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:

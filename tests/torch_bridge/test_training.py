@@ -226,6 +226,27 @@ def batches(rows: int = 16) -> list[Any]:
     return [data(rows)[:], data(2 * rows)[rows:]]
 
 
+class LossLast(nn.Linear):
+    """As nanoGPT's and minGPT's."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return logits, nn.functional.cross_entropy(logits, y)
+
+
+def test_a_loss_that_comes_after_other_outputs_is_named_with_what_takes_it() -> None:
+    torch.manual_seed(0)
+    (x, y), module = next(iter(DataLoader(data(8), batch_size=8))), LossLast(4, 3)
+    with pytest.raises(fz.ConversionError, match=r"scalar as output\[1\].*lambda output, \*_: o"):
+        tb.fit(module, [(x, y)], optimizer=sgd(0.1))
+    said: list[Any] = []
+    tb.fit(
+        module, [(x, y, y)], lambda output, *_: output[1], optimizer=sgd(0.1),
+        plan=fz.Plan(data=1), on_step=lambda _, metrics: said.append(float(metrics["loss"])),
+    )  # fmt: skip
+    np.testing.assert_allclose(said, module(x, y)[1].item(), rtol=1e-5)
+
+
 class Scaled(nn.Module):
     """Takes a vector that belongs to no row."""
 
