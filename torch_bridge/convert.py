@@ -25,7 +25,7 @@ from torch_bridge.export.watch.modes import warn_of_modes
 from torch_bridge.export.watch.questions import warn_of_questions
 from torch_bridge.module.adapters import read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, on_host, read_initial
-from torch_bridge.module.names import Layout, read_layout, refuse_shared
+from torch_bridge.module.names import Layout, read_layout, refuse_overlaps, refuse_shared
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
 from torch_bridge.structure.blocks import fewest_layers, roll_blocks
@@ -194,6 +194,7 @@ class _Making:
             train: build_mode(program, layout, form(program.call_spec.in_spec))
             for train, program in programs.items()
         }
+        refuse_overlaps(layout, {name for mode in modes.values() for name in mode.graph.mutations})
         if self.padded:
             _refuse_unpadded(modes.values())
         rolled, blocks = roll_blocks(programs, modes, layout, self.min_layers)

@@ -28,7 +28,14 @@ from torch_bridge.convert import convert
 from torch_bridge.converted import Applied, Converted
 from torch_bridge.export.watch.forward import untouched
 from torch_bridge.module.initial import read_values, with_masters
-from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout, refuse_shared
+from torch_bridge.module.names import (
+    Layout,
+    Leaf,
+    find_leaves,
+    read_layout,
+    refuse_overlaps,
+    refuse_shared,
+)
 from torch_bridge.module.weights import to_torch
 
 
@@ -182,6 +189,7 @@ def sequential(
         source = torch.nn.Sequential(OrderedDict(children))
     layout = read_layout(source)
     refuse_shared(layout)
+    refuse_overlaps(layout)
     converted = _convert_each(children, example_args)
     found = [find_leaves(source, layout, child) for child in children.values()]
     places = _places(layout, converted, found)

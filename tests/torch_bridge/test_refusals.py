@@ -182,6 +182,28 @@ def test_overlapping_tensors_are_refused() -> None:
         tb.convert(module, X)
 
 
+class Masks(nn.Module):
+    """Glow's: triangles of one array."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts, upper = counts, np.triu(np.ones((4, 4), np.float32), 1)
+        self.register_buffer("upper", torch.from_numpy(upper))
+        self.register_buffer("lower", torch.from_numpy(upper.T))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.upper += 1
+        return x @ self.upper + 2 * x @ self.lower
+
+
+def test_buffers_that_overlap_are_refused_where_one_is_written() -> None:
+    module = Masks(counts=False)
+    np.testing.assert_allclose(tb.convert(module, X)(X.numpy()), module(X).numpy(), rtol=1e-6)
+    with pytest.raises(ConversionError, match=r"`lower` and `upper` share memory"):
+        tb.convert(Masks(counts=True), X)
+
+
 @dataclasses.dataclass
 class Answer:
     value: torch.Tensor

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,13 +67,14 @@ class Layout:
     `tensors` are the module's own, by name: to recognise them where they turn up without a name,
     as in an optimizer. They are not kept alive. `written_otherwise` are entries of the `state_dict`
     that hooks of the module rename or change, `read_otherwise` its submodules that change what
-    they load.
+    they load. `overlaps` are pairs of buffers in memory that they share, which none may write to.
     """
 
     leaves: tuple[Leaf, ...]
     order: tuple[str, ...]
     written_otherwise: tuple[str, ...] = ()
     read_otherwise: tuple[str, ...] = ()
+    overlaps: tuple[tuple[str, str], ...] = ()
     tensors: Mapping[str, weakref.ref[torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -100,7 +100,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
         The layout; it keeps no tensor alive.
 
     Raises:
-        ConversionError: two tensors overlap in memory without being the same, a float64 tensor
+        ConversionError: a parameter overlaps in memory with another tensor, a float64 tensor
             while x64 is off, a parameter without a shape yet, or a state_dict entry that is not a
             tensor.
     """
@@ -128,7 +128,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
     by_memory: dict[Any, list[str]] = {}
     for name in names:
         by_memory.setdefault(identity(named[name]), []).append(name)
-    _refuse_overlaps({tuple(own): named[own[0]] for own in by_memory.values()})
+    overlaps = _overlaps({tuple(own): named[own[0]] for own in by_memory.values()})
     tied, computed = _hf_tied_patterns(module), _hf_computed(module)
     dense = {id(m.weight): m.dense for m in module.modules() if isinstance(m, QuantizedLinear)}
     leaves = tuple(
@@ -144,7 +144,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
         if not name.endswith("_extra_state") and value is not named.get(name)
     )
     tensors = {name: weakref.ref(named[name]) for name in names}
-    return Layout(leaves, order, written, _that_read_otherwise(module), tensors)
+    return Layout(leaves, order, written, _that_read_otherwise(module), overlaps, tensors)
 
 
 def _that_read_otherwise(module: torch.nn.Module) -> tuple[str, ...]:
@@ -205,18 +205,46 @@ def identity(tensor: torch.Tensor) -> Any:
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _refuse_overlaps(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+def refuse_overlaps(layout: Layout, written: Collection[str] | None = None) -> None:
+    """Refuses buffers that share memory, where a forward writes to one: it would change both.
+
+    Args:
+        layout: of the module.
+        written: names of the buffers that a forward writes to; any of them if not given.
+    """
+    names = layout.leaf_of()
+    changed = None if written is None else {names[name].name for name in written}
+    for pair in layout.overlaps:
+        if changed is None or not changed.isdisjoint(pair):
+            raise _overlapping(*pair)
+
+
+def _overlapping(first: str, second: str) -> ConversionError:
+    return ConversionError(
+        f"`{first}` and `{second}` share memory without being the same tensor; as values "
+        "they would drift apart. Make one a copy (.clone()), or use one tensor for both."
+    )
+
+
+def _overlaps(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[tuple[str, str], ...]:
+    """Buffers that share memory, each in a pair at least; parameters that do are refused."""
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + _extent_bytes(t), names[0])
         for names, t in tensors.items()
         if t.numel() and t.layout is torch.strided and not t.is_meta
     )
-    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
-        if begin < end:
-            raise ConversionError(
-                f"`{first}` and `{second}` share memory without being the same tensor; as values "
-                "they would drift apart. Make one a copy (.clone()), or use one tensor for both."
-            )
+    learned = {names[0] for names, t in tensors.items() if isinstance(t, torch.nn.Parameter)}
+    found: list[tuple[str, str]] = []
+    last, before = 0, ""  # where memory that was seen ends, and whose it is
+    for begin, end, name in spans:
+        if begin < last:
+            found.append((before, name))
+        if end > last:
+            last, before = end, name
+    for pair in found:
+        if not learned.isdisjoint(pair):
+            raise _overlapping(*pair)
+    return tuple(found)
 
 
 def refuse_shared(layout: Layout) -> None:
