@@ -55,6 +55,15 @@ def test_what_is_no_array_of_the_plan_is_refused_by_name(name, given):
     assert int(step(state, tiny.points())[0].step) == 1  # nothing was lost
 
 
+@pytest.mark.parametrize("field", ["opt_state", "grads"])
+def test_an_evaluation_takes_a_state_whose_moments_lie_elsewhere(field, given):
+    state, _ = given
+    evaluate = fz.eval_step(MODEL, PLAN, devices=DEVICES)
+    edited = state.replace(**{field: jax.device_get(state.opt_state)})
+    for _ in range(2):  # which it knows then
+        assert evaluate(edited, tiny.points())["loss"] == evaluate(state, tiny.points())["loss"]
+
+
 OFF_THE_MESH = {
     "numpy": lambda state: state.replace(params=jax.device_get(state.params)),
     "one device": lambda state: state.replace(

@@ -85,13 +85,14 @@ class Checks:
             back = compute_copy.put_back(state.compute, self.blueprint.shapes()["compute"])
             if back is not state.compute:
                 state = dataclasses.replace(state, compute=back)
-        leaves, structure = jax.tree.flatten(state)
+        read = self._read(state)
+        leaves, structure = jax.tree.flatten(read)
         shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         if shapes or not all(hasattr(leaf, "sharding") for leaf in leaves):
-            self._require_fits(state)
+            self._require_fits(read)
         key = structure, tuple((x.shape, x.dtype, x.sharding, tier_of(x)) for x in leaves)
         if key not in self._fits:
-            self._require_fits(state)
+            self._require_fits(read)
         if self.donate:
             require_unaliased(state, self.name, self._suspects(leaves))
         self._fits.add(key)
@@ -127,7 +128,7 @@ class Checks:
                 f"{self.name}: jax.set_mesh has set {dict(around.shape)} for this program, but the"
                 f" plan's mesh is {dict(own.shape)}: leave the program outside of it"
             )
-        self._require_fits(state, abstract=True)
+        self._require_fits(self._read(state), abstract=True)
 
     def trust(self, state: TrainState) -> None:
         """Says that a state fits.
@@ -198,9 +199,11 @@ class Checks:
         """Raises `BatchError` if a batch is none; any number of rows will do."""
         check_batch(batch, 1, 1, why_no_empty(self.blueprint.mesh))
 
+    def _read(self, state: TrainState) -> TrainState:
+        """The state without what an evaluation leaves alone, whatever that is."""
+        return state.replace(opt_state=(), grads=None) if self.bare else state
+
     def _require_fits(self, state: TrainState, abstract: bool = False) -> None:
-        if self.bare:
-            state = state.replace(opt_state=(), grads=None)
         require_fits(state, self.blueprint, self.name, self.reads, abstract)
 
 

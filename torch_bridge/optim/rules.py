@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fzero.errors import ConversionError
 from torch_bridge.optim.rates import Rates
@@ -72,6 +73,12 @@ def find_rule(optimizer: Any) -> Rule:
         raise ConversionError(
             f"optimizer {kind.__name__} has step hooks (register_step_{hooks[0].split('_')[3]}_hook"
             "), which a pure update would leave out; remove them, and do in optax what they do"
+        )
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise ConversionError(
+            "all optimizers of this process have step hooks (register_optimizer_step_pre_hook or"
+            " _post_hook of torch.optim.optimizer), which a pure update would leave out; remove"
+            " them, and do in optax what they do"
         )
     return rule
 

@@ -214,3 +214,15 @@ def test_step_hooks_are_refused(when):
     getattr(optimizer, f"register_step_{when}_hook")(lambda *_: None)
     with pytest.raises(ConversionError, match=rf"SGD has step hooks .register_step_{when}_hook"):
         tb.optimizer(optimizer, params.items())
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_hooks_of_all_optimizers_are_refused(when):
+    register = getattr(torch.optim.optimizer, f"register_optimizer_step_{when}_hook")
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ConversionError, match="all optimizers of this process have step hooks"):
+            tb.optimizer(OPTIM.SGD((params := start()).values(), lr=0.1), params.items())
+    finally:
+        handle.remove()
+    tb.optimizer(OPTIM.SGD(params.values(), lr=0.1), params.items())
