@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 
 import jax
@@ -218,8 +219,8 @@ def test_step_hooks_are_refused(when):
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_step_hooks_of_all_optimizers_are_refused(when):
-    register = getattr(torch.optim.optimizer, f"register_optimizer_step_{when}_hook")
-    handle = register(lambda *_: None)
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
+    handle = getattr(module, f"register_optimizer_step_{when}_hook")(lambda *_: None)
     try:
         with pytest.raises(ConversionError, match="all optimizers of this process have step hooks"):
             tb.optimizer(OPTIM.SGD((params := start()).values(), lr=0.1), params.items())
