@@ -22,7 +22,7 @@ from torch_bridge.converted import Converted
 from torch_bridge.module.moments import Moments
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import has_whole
+from torch_bridge.statedict import ends_in_zeros, has_whole
 
 
 # States whose `count` is the number of updates done. (Others count failures, or microbatches.)
@@ -267,9 +267,10 @@ class _Found:
                         f"opt_state/{where}: `{moment.leaves[0].name}` has other moments, too:"
                         " expected Adam once for each parameter"
                     )
-                if len(value.shape) != len(moment.shape) or any(
-                    have < want for have, want in zip(value.shape, moment.shape, strict=True)
-                ):
+                long_enough = len(value.shape) == len(moment.shape) and all(
+                    have >= want for have, want in zip(value.shape, moment.shape, strict=True)
+                )
+                if not long_enough or not ends_in_zeros(value, moment.shape):
                     raise CheckpointError(
                         f"opt_state/{where}: expected shape {moment.shape},"
                         f" got {tuple(value.shape)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,10 @@ def state_leaves(
             require_alive(state_or_params, operation)
     require_on_device(named_leaves({"params": params, "buffers": buffers}), operation)
     homes = homes_of(converted, plan, state_or_params)
-    params, buffers = (_by_leaf(converted, _in_order(tree, homes)) for tree in (params, buffers))
+    params, buffers = (_in_order(tree, homes) for tree in (params, buffers))
+    require_shapes(converted, params, getattr(state_or_params, "padded", None), operation)
+    require_shapes(converted, buffers, (), operation)
+    params, buffers = (_by_leaf(converted, tree) for tree in (params, buffers))
     persistent = set(converted.layout.order)
     found: list[tuple[Leaf, Any]] = []
     for leaf in converted.layout.leaves:
@@ -133,6 +136,59 @@ def state_leaves(
             )
         found.append((leaf, value))
     return found
+
+
+def require_shapes(
+    converted: Converted | ConvertedSequential, tree: Any, padded: Any, operation: str
+) -> None:
+    """Raises `CheckpointError` unless leaves are the conversion's, or longer by padding alone.
+
+    Args:
+        converted: the module; of a chain of modules the shapes are looked at leaf by leaf.
+        tree: params or buffers, as they lie in a state.
+        padded: the state's own `(path, shape)` of what is filled up; of params alone None: what is
+            longer has to end in zeros then.
+        operation: who asks.
+    """
+    if isinstance(converted, ConvertedSequential):
+        return
+    shapes = {leaf.name: leaf.shape for leaf in converted.layout.leaves}
+    for one in converted.names.stacked:
+        shapes[one.name] = (len(one.leaves), *shapes[one.leaves[0].name])
+    own = {path.rpartition("/")[2]: shape for path, shape in padded or ()}
+    for name, value in links_merged(tree).items():
+        stored, wanted = tuple(value.shape), shapes.get(name)
+        if wanted is None or stored == wanted:
+            continue
+        fits = len(stored) == len(wanted) and all(
+            s >= w for s, w in zip(stored, wanted, strict=True)
+        )
+        if fits and padded is None:
+            fits = ends_in_zeros(value, wanted)
+        elif fits:
+            known = own.get(name, stored)
+            dims = zip(stored, wanted, known, strict=True)
+            fits = len(known) == len(wanted) and all(w in (s, k) for s, w, k in dims)
+        if not fits:
+            got = own.get(name, stored)
+            raise CheckpointError(
+                f"{operation}: `{name}`: expected shape {wanted}, got {tuple(got)}: it is another"
+                " model's. Give the conversion that the state was made from"
+            )
+
+
+def ends_in_zeros(value: Any, shape: Sequence[int]) -> bool:
+    """Whether all of an array that is longer than a shape is padding; believed if it is elsewhere.
+
+    Args:
+        value: as long in each dim, or longer.
+        shape: what it may be filled up from.
+    """
+    on_device = isinstance(value, jax.Array)  # (of one that was given away others say so)
+    if isinstance(value, _Layers) or (on_device and (value.is_deleted() or not has_whole(value))):
+        return True
+    ends = (value[(*[slice(None)] * dim, slice(size, None))] for dim, size in enumerate(shape))
+    return not any(np.any(np.asarray(end)) for end in ends)
 
 
 @dataclass(frozen=True)

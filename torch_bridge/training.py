@@ -228,12 +228,26 @@ def _with_its_loss(module: torch.nn.Module, loss: Any, first: Any) -> torch.nn.M
 def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
     """What a module and its loss compute with besides a batch, to see whether somebody changes it.
 
-    `traced` is the same module with a loss, whose attributes are a copy.
+    `traced` is the same module with a loss.
     """
     told = reachable(module, HARMLESS)[0] | of_loss(traced, HARMLESS)
     for name, tensor in named_tensors(module).items():
-        told[f"`{name}`"], told[f"`{name}.requires_grad`"] = tensor._version, tensor.requires_grad
+        told[f"`{name}`"] = tensor._version, _some_bytes(tensor)
+        told[f"`{name}.requires_grad`"] = tensor.requires_grad
+    for path, part in module.named_modules():
+        name = path or type(module).__name__
+        told[f"`{name}.training`"] = part.training
+        told[f"the parts of `{name}`"] = tuple(map(id, part.children()))
+        told[f"the hooks of `{name}`"] = len(part._forward_hooks), len(part._forward_pre_hooks)
     return told
+
+
+def _some_bytes(tensor: torch.Tensor) -> bytes:
+    """Of about a thousand elements: what is written through `.data` counts no version."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return b""
+    some = tensor.detach().flatten()[:: max(tensor.numel() // 1024, 1)]
+    return some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _refuse_begun(optimizer: Any, scheduler: Any) -> None:

@@ -73,9 +73,9 @@ def num_ways(plan: Plan, axes: Axes) -> int:
 def _ruled(
     shard: Shard, names: Sequence[str], who: str
 ) -> Mapping[str, Sequence[str | Parts | None]]:
-    """The names that rules are for; of several rules for one, the first counts."""
+    """The names that rules are for: of several for one its own name counts, or else the first."""
     found: dict[str, Sequence[str | Parts | None]] = {}
-    for key, dims in shard.items():
+    for key, dims in sorted(shard.items(), key=lambda rule: rule[0] not in names):
         ruled = matching(key, names)
         if not ruled:
             raise PlanError(

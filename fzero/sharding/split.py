@@ -312,7 +312,14 @@ def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
         return frozenset(name for name in names if wanted(name))
     found: set[str] = set()
     unknown: list[str] = []
-    for one in (wanted,) if isinstance(wanted, str | re.Pattern) else wanted:
+    given = (wanted,) if isinstance(wanted, str | re.Pattern) else wanted
+    names_given = isinstance(given, Collection) and not isinstance(given, Mapping)
+    if not names_given or not all(map(_is_name, given)):
+        raise StateError(
+            f"init: frozen={wanted!r:.80}: expected paths, regular expressions of re.compile, or a"
+            " function of a path that says whether it is frozen"
+        )
+    for one in given:
         named = matching(one, names)
         found.update(named)
         unknown += [] if named else [one if isinstance(one, str) else one.pattern]
@@ -322,6 +329,10 @@ def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
             f" {list(names)[:20]}"
         )
     return frozenset(found)
+
+
+def _is_name(one: Any) -> bool:
+    return isinstance(one, str) or (isinstance(one, re.Pattern) and isinstance(one.pattern, str))
 
 
 def _frozen(split: Split, plan: Plan) -> Split:

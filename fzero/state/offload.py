@@ -238,7 +238,8 @@ def _chosen(names: Sequence[str], leaves: Sequence[Leaf], how: How) -> list[int]
     """Indices of the leaves that a call is about, wherever they are now; the largest first."""
     try:
         pattern = re.compile(how.where or "")
-    except re.error as error:
+        pattern.search("")
+    except (re.error, TypeError) as error:
         raise PlacementError(
             f"{how.operation}: where={how.where!r}: expected a regular expression: {error}"
         ) from error
@@ -248,6 +249,11 @@ def _chosen(names: Sequence[str], leaves: Sequence[Leaf], how: How) -> list[int]
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
         if is_plain(leaf) and pattern.search(name)
     }
+    if how.where and not found and names:
+        raise PlacementError(
+            f"{how.operation}: where={how.where!r} is found in no path of what include= names;"
+            f" there are {list(names)[:8]}"
+        )
     sizes = {name: device_bytes(leaves[i]) for name, i in found.items()}
     return [found[name] for name in largest(sizes, how.fraction)]
 

@@ -297,6 +297,13 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(shard, plan, message)
         fz.init(chain(shard), None, fz.Plan(**{"data": 4, "tensor": 2, **plan}))
 
 
+def test_a_rule_by_name_goes_before_patterns():
+    shard = {re.compile("u"): (), re.compile(""): ("tensor",), "up": (None, "tensor")}
+    named = fz.layout(chain(shard), None, fz.Plan(data=4, tensor=2)).shardings.params["blocks"]
+    plain = fz.layout(chain(SHARD), None, fz.Plan(data=4, tensor=2)).shardings.params["blocks"]
+    assert named["up"].spec == plain["up"].spec
+
+
 def test_an_axis_that_divides_nothing_is_named(recwarn):
     with pytest.warns(fz.UnusedDevicesWarning, match=r"tensor=2, but no parameter .*all do the"):
         fz.init(chain({}), None, fz.Plan(data=4, tensor=2))

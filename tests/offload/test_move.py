@@ -240,6 +240,8 @@ def test_a_step_refuses_parked_leaves_that_it_needs(to, tmp_path):
         ({"to": "nvme"}, "to='nvme': expected 'host' or 'disk'"),
         ({"fraction": 1.5}, "fraction=1.5: expected a share from 0 to 1"),
         ({"where": "("}, "expected a regular expression"),
+        ({"where": len}, "expected a regular expression"),
+        ({"where": "parms"}, "where='parms' is found in no path of what include= names"),
     ],
 )
 def test_refusals(arguments, message):

@@ -100,6 +100,71 @@ def test_each_call_finds_what_the_last_one_assigned(assign, around):
             np.testing.assert_allclose(buffers[name], value, rtol=1e-6, atol=1e-6)
 
 
+class OfLoss:
+    """A loss that keeps a running mean in the module, as DINO's do that are its methods."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        held = getattr(self.module, "inner", self.module)
+        loss = ((out - held.center) ** 2).mean()
+        held.center = held.center * 0.9 + out.detach().mean(0) * 0.1
+        return loss
+
+
+@pytest.mark.parametrize("around", [lambda m: m, Part], ids=["root", "part"])
+def test_a_loss_assigns_as_a_forward_does(around):
+    module = around(Center(lambda self, y: None))
+    loss = OfLoss(module)
+    converted = tb.convert(tb.with_loss(module, loss), X, X)
+    params, buffers = converted.params, converted.buffers
+    for call in range(3):
+        x = X + call
+        arrays = [jnp.asarray(x.numpy())] * 2
+        out = converted.apply(params, buffers, *arrays, train=True)
+        want, buffers = loss(module(x), x), out.buffers
+        np.testing.assert_allclose(out.output, want.detach(), rtol=1e-5)
+
+
+class Called(Center):
+    """Assigns behind its forward; a subclass inherits that."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().__call__(x)
+        self.center = self.center + out.detach().mean(0)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Called, type("Inherits", (Called,), {})])
+def test_a_call_of_the_modules_own_assigns_as_a_forward_does(kind):
+    module = kind(lambda self, y: None)
+    converted = tb.convert(module, X)
+    buffers = converted.buffers
+    for call in range(3):
+        out = converted.apply(converted.params, buffers, jnp.asarray((X + call).numpy()))
+        want, buffers = module(X + call), out.buffers
+        np.testing.assert_allclose(out.output, want.detach(), rtol=1e-5, atol=1e-6)
+    assert ("__call__" in vars(kind)) == (kind is Called)  # as it was before
+
+
+def of_the_weight(self: nn.Module, y: torch.Tensor) -> None:
+    self.center = self.weight.detach()
+
+
+def of_another_that_is_written(self: nn.Module, y: torch.Tensor) -> None:
+    self.center = self.other
+    self.other += 1
+
+
+@pytest.mark.parametrize(
+    ("assign", "other"), [(of_the_weight, "weight"), (of_another_that_is_written, "other")]
+)
+def test_memory_that_somebody_writes_is_no_value_of_a_buffer(assign, other):
+    with pytest.raises(ConversionError, match=rf"`center` the memory of `{other}`.*clone"):
+        tb.convert(Center(assign), X)
+
+
 def sets(name: str, value: object) -> Callable[[nn.Module, torch.Tensor], None]:
     return lambda self, y: setattr(self, name, value)
 

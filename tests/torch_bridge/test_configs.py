@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,6 +289,32 @@ def test_arguments_with_a_deepspeed_file_fill_in_its_autos():
     got = tb.from_training_arguments({**ARGUMENTS, "bf16": True, "deepspeed": config}, devices=4)
     assert (got.plan.zero, got.plan.precision, got.plan.clip_norm) == (3, "bf16", 0.5)
     assert float(got.schedule(4)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "said"),
+    [
+        ({"max_grad_norm": 1.0}, {"gradient_clipping": 5.0}, "gradient_clipping is 5.0, and max_"),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "is 2, and gra"),
+        ({"fp16": True}, {"fp16": {"enabled": False}}, "fp16.enabled is False, and fp16 is True"),
+        ({"learning_rate": 1e-3}, {"optimizer": {"params": {"lr": 0.5}}}, "lr is 0.5, and learn"),
+        ({"adam_beta1": 0.5}, {"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "betas is"),
+        ({"fsdp": "full_shard"}, {}, "deepspeed and fsdp are both given"),
+    ],
+)
+def test_a_deepspeed_file_that_says_otherwise_is_refused(arguments, config, said):
+    file = {"zero_optimization": {"stage": 1}, **config}
+    with pytest.raises(fz.ConversionError, match=re.escape(said)):
+        tb.from_training_arguments(
+            {**ARGUMENTS, "adam_beta2": 0.999, **arguments, "deepspeed": file}, devices=4
+        )
+
+
+def test_a_number_of_steps_that_is_said_twice_is_one():
+    asked = {**ARGUMENTS, "max_steps": 10}
+    assert tb.from_training_arguments(asked, num_steps=10).schedule is not None
+    with pytest.raises(fz.ConversionError, match="max_steps is 10, and num_steps=100"):
+        tb.from_training_arguments(asked, num_steps=100)
 
 
 def test_arguments_that_clip_nothing_do_not_clip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -353,6 +354,27 @@ def test_what_is_changed_on_the_way_is_said_and_a_loss_for_each_row_refused() ->
         tb.fit(module, batches(), SUMMED, optimizer=sgd, on_step=anneal, plan=plan)
     with pytest.raises(fz.ConversionError, match=r"the loss has 1 dim.*reduction=.mean"):
         tb.fit(module, batches(), nn.CrossEntropyLoss(reduction="none"), optimizer=sgd, plan=plan)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "`1.training`": lambda module: module[1].eval(),
+    "`0.weight`": lambda module: module[0].weight.data.clamp_(-0.01, 0.01),
+    "the parts of `Sequential`": lambda module: module.append(nn.Identity()),
+    "the hooks of `0`": lambda module: module[0].register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_the_module_on_the_way_are_said(what: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0))
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def change(step: int, _: Any) -> None:
+        if step == 2:
+            CHANGES[what](module)
+
+    with pytest.warns(UserWarning, match=f"fit: {re.escape(what)} changed while it ran"):
+        tb.fit(module, batches(), SUMMED, optimizer=sgd, on_step=change, plan=fz.Plan(data=1))
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,11 @@ class TestNames:
         with pytest.raises(fz.StateError, match=r"frozen names .* there are \['blocks/base'"):
             fz.init(chain(frozen), tx(), tiny.plan(data=1))
 
+    @pytest.mark.parametrize("frozen", [{"blocks/base": False}, None, [3], [re.compile(b"a")]])
+    def test_what_is_no_name_is_refused(self, frozen):
+        with pytest.raises(fz.StateError, match=r"frozen=.*: expected paths, regular expressions"):
+            fz.init(chain(frozen), tx(), tiny.plan(data=1))
+
     def test_nothing_left_to_train_is_refused(self):
         model = chain(re.compile(""))
         assert fz.init(model, None, tiny.plan(data=1)).opt_state == ()

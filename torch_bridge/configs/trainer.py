@@ -78,7 +78,10 @@ def from_training_arguments(
     given = arguments.to_dict() if hasattr(arguments, "to_dict") else arguments
     source, values = read(given)
     get = values.get
-    steps = num_steps or max(0, int(get("max_steps") or 0))
+    said = max(0, int(get("max_steps") or 0))
+    if num_steps and said and num_steps != said:
+        raise ConversionError(f"{source}: max_steps is {said}, and num_steps={num_steps}: keep one")
+    steps = num_steps or said
     notes: list[Note] = []
     _refuse_misspelt(source, values)
     Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
@@ -138,6 +141,7 @@ def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Impor
             "fp16.enabled": bool(values.get("fp16")),
             "gradient_clipping": values.get("max_grad_norm", 1.0),
         }  # fmt: skip
+        _require_agreement(values, read(given)[1])
         return from_deepspeed(given, devices=devices, auto=auto)
     words = values.get("fsdp")
     if not words:
@@ -160,6 +164,39 @@ def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Impor
     return from_accelerate(
         {"distributed_type": "FSDP", "num_processes": devices or -1, "fsdp_config": config}
     )
+
+
+# What a DeepSpeed file and the arguments both say; transformers refuses those that differ as well.
+_SAID_TWICE = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1, adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
+
+def _require_agreement(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a DeepSpeed file that says otherwise than the arguments: either may be meant."""
+    if values.get("fsdp"):
+        raise ConversionError("deepspeed and fsdp are both given: keep one")
+    for path, names in _SAID_TWICE.items():
+        in_file: Any = config
+        for key in path.split("."):
+            in_file = in_file.get(key) if isinstance(in_file, Mapping) else None
+        arguments = [values.get(name) for name in names.split(", ")]
+        if in_file in (None, "auto") or None in arguments:
+            continue
+        given = arguments if len(arguments) > 1 else arguments[0]
+        if (list(in_file) if isinstance(in_file, list | tuple) else in_file) != given:
+            raise ConversionError(
+                f"deepspeed: {path} is {in_file!r}, and {names} is {given!r} in the arguments: make"
+                ' them one, or "auto" in the file'
+            )
 
 
 def _optimizer(

@@ -31,6 +31,7 @@ from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.module.moments import Moments
+from torch_bridge.module.names import Leaf
 from torch_bridge.module.wrappers import module_names
 from torch_bridge.moments import is_adam, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
@@ -215,15 +216,54 @@ def _moments(
             {own[short]: moments.exp_avg[name] for short, name in within.items()},
             {own[short]: moments.exp_avg_sq[name] for short, name in within.items()},
         )
-    return optimizer.moments(_numbered(optimizer, converted) if names is None else names)
+    return optimizer.moments(_numbered(found, optimizer, converted) if names is None else names)
 
 
-def _numbered(optimizer: Optimizer, converted: Converted | ConvertedSequential) -> list[str] | None:
+def _numbered(
+    found: Checkpoint, optimizer: Optimizer, converted: Converted | ConvertedSequential
+) -> list[str] | None:
     """The names of `module.parameters()`, if that is what an optimizer was given."""
     params = [leaf for leaf in converted.layout.leaves if leaf.is_param]
     learned = [leaf for leaf in params if not leaf.frozen]
     total = sum(len(group.get("params", ())) for group in optimizer.groups)
     for leaves in (params, learned):
         if len(optimizer.groups) == 1 and total == len(leaves):
-            return [leaf.name for leaf in leaves]
+            return _in_one_order(found, optimizer, converted, leaves)
     return None
+
+
+def _in_one_order(
+    found: Checkpoint,
+    optimizer: Optimizer,
+    converted: Converted | ConvertedSequential,
+    leaves: Sequence[Leaf],
+) -> list[str]:
+    """The names of parameters in the order that the numbers of an optimizer mean.
+
+    The module that wrote the file may have registered them in another order than this one, in
+    which the file lists its weights.
+
+    Raises:
+        CheckpointError: either order fits the shapes of the moments.
+    """
+    known = converted.layout.leaf_of()
+    written = module_names(found.by_name(), known).values()
+    listed = [known[name].name for name in written if name in known]
+    place = {name: number for number, name in reversed(list(enumerate(listed)))}
+    shapes = {leaf.name: tuple(leaf.shape) for leaf in leaves}
+    ours = list(shapes)
+    theirs = sorted(ours, key=lambda name: place.get(name, len(listed)))
+    fits = [
+        order
+        for order in (ours, theirs)
+        if all(shapes[order[int(k)]] == tuple(m.shape) for k, m in optimizer.exp_avg.items())
+    ]
+    if len(fits) == 2 and ours != theirs:
+        here, there = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
+        raise CheckpointError(
+            f"restore: {found.path} numbers the optimizer's parameters, and lists its weights in"
+            f" another order than the module registers them ({there} where it has {here}): either"
+            " order fits. Pass names=[...], in the order in which the optimizer was given its"
+            " parameters: that of named_parameters() of the module that wrote it"
+        )
+    return fits[0] if fits else ours

@@ -14,7 +14,7 @@ import torch
 from jax.sharding import NamedSharding
 
 from fzero.axes import PIPE
-from fzero.errors import BatchError, ConversionError, PlacementError
+from fzero.errors import BatchError, CheckpointError, ConversionError, PlacementError
 from fzero.sharding.relayout import TO_ONE_RANK
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
@@ -34,6 +34,7 @@ from torch_bridge.generation.prompts import (
 )
 from torch_bridge.generation.sampling import GREEDY, Draw, Sampling, is_whole
 from torch_bridge.module.names import Layout
+from torch_bridge.statedict import require_shapes
 from torch_bridge.structure.chain import links_merged
 from torch_bridge.structure.stacked_names import Names
 
@@ -131,6 +132,7 @@ def generate(
     decoder = _decoder(converted, dtype)
     limits = Limits.of(decoder.module)
     mesh = _mesh(state)
+    _require_own(converted, state, state_or_params)
     shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh)) if mesh else 1
     read = read_prompts(prompts, max_new_tokens, limits, shards, _COLUMNS)
     stops = stop_array(stop, decoder.module, limits.vocabulary)
@@ -176,6 +178,18 @@ def _read_state(converted: Converted, given: Any) -> dict[str, Any]:
             require_alive(given, "generate")
     require_on_device(named_leaves({"params": params, "buffers": buffers}), "generate")
     return {**links_merged(params), **links_merged(buffers)}
+
+
+def _require_own(converted: Converted, state: Mapping[str, Any], given: Any) -> None:
+    """Refuse the parameters of another model."""
+    own = converted.params.keys() | converted.buffers.keys()
+    if state.keys() != own:
+        raise CheckpointError(
+            "generate: expected the parameters and buffers of the conversion, but"
+            f" {sorted(state.keys() ^ own)[:4]} are of one of the two alone"
+        )
+    params = {name: state[name] for name in converted.params}
+    require_shapes(converted, params, getattr(given, "padded", None), "generate")
 
 
 def _mesh(state: Mapping[str, Any]) -> Any:

@@ -543,3 +543,37 @@ def test_what_schedulers_keep_in_a_group_is_written_where_it_is_given(tmp_path: 
     scheduler.step()
     beside.step()
     assert first.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("widths", [(6, 6), (6, 5)], ids=["equal", "distinct"])
+def test_numbers_that_two_orders_fit_are_asked_for(widths: tuple[int, int], tmp_path: Path) -> None:
+    """The module that wrote the file may have registered its layers the other way round."""
+    inner, outer = widths
+    layers = {"a": nn.Linear(6, inner), "b": nn.Linear(inner, outer)}
+
+    class Ordered(nn.Module):
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            for name in order:
+                self.add_module(name, layers[name])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    writer, reader = Ordered("ab"), Ordered("ba")
+    optimizer = torch.optim.Adam(writer.parameters())
+    writer(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": writer.state_dict(), "optimizer_states": [optimizer.state_dict()],
+                "pytorch-lightning_version": "2.0.0", "global_step": 1}, path)  # fmt: skip
+    converted, plan = tb.convert(reader, torch.zeros(2, 6)), fz.Plan(data=1)
+    names: list[str] | None = None
+    if inner == outer:
+        with pytest.raises(CheckpointError, match=r"another order .* \(a.weight where it has b"):
+            tb.restore(path, converted, optax.adam(1e-3), plan)
+        names = [name for name, _ in writer.named_parameters()]
+    state = tb.restore(path, converted, optax.adam(1e-3), plan, names=names)
+    found = moments_of(converted, state.opt_state).exp_avg
+    for name, parameter in writer.named_parameters():
+        np.testing.assert_array_equal(found[name], optimizer.state[parameter]["exp_avg"])

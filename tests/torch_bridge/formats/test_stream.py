@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import torch
 
 import fzero as fz
 import torch_bridge as tb
-from fzero.errors import ConversionError, PlacementError
+from fzero.errors import CheckpointError, ConversionError, PlacementError
 from torch_bridge.formats.multiprocess_write import FarLeaf
 
 
@@ -33,11 +34,11 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     """A tied embedding (of a size that 8 devices do not divide), blocks that roll, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, vocabulary: int = 13) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(13, WIDTH)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = torch.nn.Linear(WIDTH, 13, bias=False)
+        self.embed = torch.nn.Embedding(vocabulary, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+        self.head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -163,3 +164,34 @@ def test_masters_of_16_bits_are_streamed_in_16_bits() -> None:
         for name, tensor in module.state_dict().items():
             assert found[name].dtype == torch.bfloat16
             assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("other", [(3, 13), (5, 13), (4, 11), (4, 14)], ids=str)
+@pytest.mark.parametrize("plan", [fz.Plan(zero=0, data=1), fz.Plan(zero=3, data=8), None], ids=str)
+def test_a_state_of_another_model_is_not_cut_to_this_ones_sizes(other, plan, tmp_path):
+    made, here = converted(), tb.convert(Net(*other), torch.zeros(2, 5, dtype=torch.long))
+    state: Any = made.params  # nothing says what of these is padding: but for zeros it is none
+    if plan is not None:
+        state = state_of(plan)
+    assert tb.state_dict(made, state).keys() >= {"embed.weight", "blocks.3.up.bias"}
+    for ask in (
+        lambda: tb.state_dict(here, state),
+        lambda: dict(tb.stream(here, state)),
+        lambda: tb.save(tmp_path / "model.safetensors", here, state),
+    ):
+        with pytest.raises(CheckpointError, match=r"expected shape \(\d+.*another model's"):
+            ask()
+    assert not list(tmp_path.iterdir())
+    if plan is not None:
+        return
+    tx = optax.adam(1e-3)
+    moments = jax.tree.map(lambda x: x + 1, tx.init(state))
+    with pytest.raises(CheckpointError, match=r"expected shape \(\d+"):
+        tb.moments_of(here, moments)
+
+
+def test_an_adapter_of_another_rank_is_not_cut():
+    small, large = (tb.lora(converted(), rank=rank, targets=["up"]) for rank in (2, 4))
+    for ask in (tb.adapter, tb.merge):
+        with pytest.raises(CheckpointError, match=r"expected shape \(4, 2, 24\), got \(4, 4, 24\)"):
+            ask(small, large.params)

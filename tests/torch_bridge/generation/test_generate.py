@@ -407,3 +407,12 @@ def test_another_precision_is_that_of_parameters_and_of_what_is_kept() -> None:
     assert found["model.rotary_emb.inv_freq"].dtype == np.float32
     kept = _decoder(converted, half).empty(Sizes(2, 1, 8, False))
     assert {value.dtype for value in kept.values()} == {half}
+
+
+def test_the_parameters_of_another_model_are_refused(converted: tb.Converted) -> None:
+    table = "transformer.wpe.weight"
+    shorter = {**converted.params, table: converted.params[table][:-4]}
+    with pytest.raises(fz.CheckpointError, match=rf"`{table}`: expected shape \(\d+"):
+        tb.generate(converted, shorter, PROMPTS, NEW)
+    with pytest.raises(fz.CheckpointError, match=r"\['lm_head.weight'\] are of one of the two"):
+        tb.generate(converted, {**converted.params, "lm_head.weight": 0}, PROMPTS, NEW)

@@ -9,10 +9,11 @@ what a buffer is then is written into the one that there was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.errors import ConversionError
 from torch_bridge.export.stand_ins.replacement import StandIn
@@ -54,11 +55,12 @@ class _Held(NamedTuple):
     own: dict[str, Any]
     name: str
     tensor: torch.Tensor
+    version: int
 
 
 @contextlib.contextmanager
 def assignments_written(module: torch.nn.Module) -> Iterator[None]:
-    """While a module is exported: buffers are written at the end of each forward.
+    """While a module is exported: buffers are written at the end of each call.
 
     Raises:
         ConversionError: of the forward, where it assigns a parameter, a tensor of another shape or
@@ -69,7 +71,7 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
     def begin(*_: Any) -> None:
         begun.append(
             [
-                _Held(f"{path}.{name}" if path else name, own, name, tensor)
+                _Held(f"{path}.{name}" if path else name, own, name, tensor, tensor._version)
                 for path, m in module.named_modules()
                 for own in (m._parameters, m._buffers)
                 for name, tensor in own.items()
@@ -82,6 +84,7 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
         moved = [one for one in held if one.own.get(one.name) is not one.tensor]
         for one in moved:
             _require_kept(one, [h.path for h in held if h.tensor is one.tensor and h is not one])
+            _require_own_memory(one, held, {m.path for m in moved})
         with torch.no_grad():
             # All of them before the first is written: two buffers may have changed places.
             values = [one.own[one.name].clone() for one in moved]
@@ -89,15 +92,47 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
                 one.tensor.copy_(value)
                 one.own[one.name] = one.tensor
 
-    handles = [
-        module.register_forward_pre_hook(begin, prepend=True),
-        module.register_forward_hook(end),
-    ]
+    with _around_calls(module, begin, end):
+        yield
+
+
+@contextlib.contextmanager
+def _around_calls(
+    module: torch.nn.Module, begin: Callable[..., None], end: Callable[..., None]
+) -> Iterator[None]:
+    """What happens before and after a module's calls: its hooks, and behind them a `__call__` of
+    its own class, as a module with a loss has one, may assign as well."""
+    owner = type(module)
+    own = owner.__call__
+    if own is torch.nn.Module.__call__:
+        handles = [
+            module.register_forward_pre_hook(begin, prepend=True),
+            module.register_forward_hook(end),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        return
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not module:
+            return own(self, *args, **kwargs)
+        begin()
+        out = own(self, *args, **kwargs)
+        end()
+        return out
+
+    inherited = "__call__" not in vars(owner)
+    owner.__call__ = called  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        if inherited:
+            del owner.__call__
+        else:
+            owner.__call__ = own  # type: ignore[method-assign]
 
 
 def _require_kept(held: _Held, others: list[str]) -> None:
@@ -132,6 +167,28 @@ def _require_kept(held: _Held, others: list[str]) -> None:
             f" step to step a state keeps one dtype. Register it as {new.dtype}, or write into it"
             " (self.name.copy_(value)), which casts."
         )
+
+
+def _require_own_memory(moved: _Held, held: list[_Held], whole: Collection[str]) -> None:
+    """Raises `ConversionError` if a buffer becomes memory that somebody writes to in place.
+
+    Args:
+        moved: the buffer.
+        held: all parameters and buffers.
+        whole: paths of those that were assigned anew as well.
+    """
+    memory = _memory(moved.own[moved.name])
+    for one in held:
+        written = isinstance(one.tensor, torch.nn.Parameter) or one.tensor._version != one.version
+        if one.path not in whole and written and memory == _memory(one.tensor):
+            raise ConversionError(
+                f"the forward assigns to the buffer `{moved.path}` the memory of `{one.path}`, with"
+                " which it would change: keep what it is now, with .clone()"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, ...]:
