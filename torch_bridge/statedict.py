@@ -146,8 +146,8 @@ def require_shapes(
     Args:
         converted: the module; of a chain of modules the shapes are looked at leaf by leaf.
         tree: params or buffers, as they lie in a state.
-        padded: the state's own `(path, shape)` of what is filled up; of params alone None: what is
-            longer has to end in zeros then.
+        padded: the state's own `(path, shape)` of what is filled up, or None; whatever else is
+            longer has to end in zeros.
         operation: who asks.
     """
     if isinstance(converted, ConvertedSequential):
@@ -160,15 +160,16 @@ def require_shapes(
         stored, wanted = tuple(value.shape), shapes.get(name)
         if wanted is None or stored == wanted:
             continue
-        fits = len(stored) == len(wanted) and all(
-            s >= w for s, w in zip(stored, wanted, strict=True)
-        )
-        if fits and padded is None:
-            fits = ends_in_zeros(value, wanted)
-        elif fits:
-            known = own.get(name, stored)
-            dims = zip(stored, wanted, known, strict=True)
-            fits = len(known) == len(wanted) and all(w in (s, k) for s, w, k in dims)
+        known = own.get(name)
+        if known is not None:
+            fits = len(known) == len(stored) == len(wanted) and all(
+                w in (s, k) for s, w, k in zip(stored, wanted, known, strict=True)
+            )
+        else:  # params alone, or averages, which are divided where parameters are whole
+            fits = len(stored) == len(wanted) and all(
+                s >= w for s, w in zip(stored, wanted, strict=True)
+            )
+            fits = fits and ends_in_zeros(value, wanted)
         if not fits:
             got = own.get(name, stored)
             raise CheckpointError(
