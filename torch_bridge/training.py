@@ -244,7 +244,8 @@ def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
 
 def _some_bytes(tensor: torch.Tensor) -> bytes:
     """Of about a thousand elements: what is written through `.data` counts no version."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_meta or tensor.is_quantized:
         return b""
     some = tensor.detach().flatten()[:: max(tensor.numel() // 1024, 1)]
     return some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
