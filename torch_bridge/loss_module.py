@@ -23,7 +23,8 @@ def with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     then `converted.model("module")`, of batches `(x, y)`. (`tb.fit` does both.)
 
     Args:
-        module: the module; it is not changed, and shares its tensors with what is returned.
+        module: the module; it is not changed, and shares its tensors and attributes with what is
+            returned.
         loss: a torch loss, function or module, called as `loss(module(*batch[:-1]), batch[-1])`. It
             gives one number, a mean over rows: devices and microbatches have rows of their own,
             and the means over these count alike.
