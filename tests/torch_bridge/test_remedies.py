@@ -101,3 +101,18 @@ def test_what_is_no_state_is_named() -> None:
             CheckpointError, match=f"a state or its params, got a {type(given).__name__}"
         ):
             tb.state_dict(converted, given)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"batch_dim": 2}, r"batch_dim=2\): expected a dim .* have 2 at most"),
+        ({"batch_dim": "0"}, r"batch_dim='0'\): expected a dim"),
+        ({"batch_dim": -1}, r"batch_dim=-1\): expected a dim"),
+        ({"masters": "no"}, r"masters='no'\): expected True or False"),
+        ({"train": None}, r"train=None\): expected True or False"),
+    ],
+)
+def test_an_option_that_would_say_nothing_is_refused(option: Any, message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        tb.convert(nn.Linear(3, 2), torch.ones(2, 3), **option)

@@ -285,21 +285,6 @@ class TimeFirst(nn.Module):
         return (x + y.mean(0, keepdim=True)).sum(-1)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"batch_dim": 2}, r"batch_dim=2\): expected a dim .* have 2 at most"),
-        ({"batch_dim": "0"}, r"batch_dim='0'\): expected a dim"),
-        ({"batch_dim": -1}, r"batch_dim=-1\): expected a dim"),
-        ({"masters": "no"}, r"masters='no'\): expected True or False"),
-        ({"train": None}, r"train=None\): expected True or False"),
-    ],
-)
-def test_8_an_option_that_would_say_nothing_is_refused(option: Any, message: str) -> None:
-    with pytest.raises(ConversionError, match=message):
-        tb.convert(nn.Linear(3, 2), torch.ones(2, 3), **option)
-
-
 def test_8_a_batch_that_is_not_free_is_said() -> None:
     example = torch.ones(2, 3)
     converted = tb.convert(FixedBatch(), example)
