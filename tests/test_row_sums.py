@@ -120,6 +120,10 @@ LOSSES = {
         r"adds to a sum over rows what is none \(add in test_row_sums.py:.*by the count",
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum() * len(b["x"]) + jnp.zeros(()) + 1e-6,
                           jnp.float32(len(b["x"])))): None,
+    # Labels (rows,) beside (rows, 4): with the 4 rows of a device, one for each class.
+    (lambda p, b: jnp.square(both(p, b)[0][:, :4] - b["y"][:, 0]).mean()):
+        r"takes the 4 rows of one share, and cannot take all 16 \(.*\(16, 4\), \(16,\)",
+    (lambda p, b: squares(p, b).reshape(4, -1).mean(1).mean()): None,  # of fixed sizes
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def _counting(blue: Blueprint, batch: Inputs) -> set[str]:
     found: list[list[str | None]] = []
     for rows in row_numbers((shapes, shapes_of(batch.shared)), batch.rows):
         traced = traced_with_rows(blue, batch, rows, rows, made)
-        if traced is None:
+        if isinstance(traced, Exception):
             return set()
         program, _ = traced
         given = program.inputs[-2 - len(program.outputs) : -2]  # before the key and the step

@@ -117,8 +117,8 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
     shapes = initial_shapes(blue.model), shapes_of(batch.shared)
     rows, every = row_numbers(shapes, batch.rows)
     traced = _traced(blue, batch, train, rows, every)
-    if traced is None:
-        return []
+    if isinstance(traced, Exception):
+        return _of_a_share_alone(blue, batch, train, shares)
     program, names = traced
     follow, kinds = _followed(program, rows, set())
     # What all shares divide by alike are sums; another reason may lie behind one that is none.
@@ -145,6 +145,24 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
     for name, problem in _miscounted(program, names, kinds, growth).items():
         found.setdefault(name, problem)
     return list(found.items())
+
+
+def _of_a_share_alone(
+    blue: Blueprint, batch: Inputs, train: bool, shares: int
+) -> list[tuple[str, str]]:
+    """What can be computed of a share's rows, and not of all: labels (B,) beside (B, classes), say.
+
+    With as many rows as there are classes these are one label for each class, without an error.
+    """
+    every = jax.tree.leaves(batch.rows)[0].shape[0]
+    share = every // shares
+    whole = _traced(blue, batch, train, every, every)
+    if not isinstance(whole, Exception):
+        return []
+    if isinstance(_traced(blue, batch, train, share, every), Exception):
+        return []
+    said = f"{type(whole).__name__}: {str(whole).strip().partition(chr(10))[0]}"
+    return [("", f"takes the {share} rows of one share, and cannot take all {every} ({said})")]
 
 
 def _is_var(value: Any) -> bool:
@@ -181,8 +199,8 @@ def _miscounted(
 
 def _traced(
     blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int
-) -> tuple[Program, list[str]] | None:
-    """Loss and metrics as a program of so many rows, if it takes them, and what it gives."""
+) -> tuple[Program, list[str]] | Exception:
+    """Loss and metrics as a program of so many rows, and what it gives; or why it takes others."""
 
     def made(chain: Any, **about: Any) -> Any:
         loss = chain_loss(chain, **about)
@@ -194,7 +212,9 @@ def _traced(
         return total
 
     traced = traced_with_rows(blue, batch, rows, every, made)
-    return traced and (traced[0], [keys[0] for keys in leaf_keys(traced[1])])
+    if isinstance(traced, Exception):
+        return traced
+    return traced[0], [keys[0] for keys in leaf_keys(traced[1])]
 
 
 def _count_alike(
@@ -218,7 +238,7 @@ def _count_alike(
     here, divides = program, op
     if size > 1:
         traced = _traced(blue, batch, train, size, size)
-        if traced is None or _names(traced[0]) != _names(program):
+        if isinstance(traced, Exception) or _names(traced[0]) != _names(program):
             return False
         here = traced[0]
         divides = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op)

@@ -27,8 +27,8 @@ def traced_with_rows(
     rows: int,
     every: int,
     made: Callable[..., Callable[..., Any]],
-) -> tuple[Program, PyTree] | None:
-    """A function of a chain as a program for so many rows, and what it gives, if it takes them.
+) -> tuple[Program, PyTree] | Exception:
+    """A function of a chain as a program for so many rows, and what it gives; or why not.
 
     Args:
         blue: the blueprint.
@@ -54,8 +54,8 @@ def traced_with_rows(
     try:
         with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
             closed, shapes = jax.make_jaxpr(opened, return_shape=True)(*given)
-    except Exception:  # it takes other numbers of rows, or wants a mesh
-        return None
+    except Exception as error:  # it takes other numbers of rows, or wants a mesh
+        return error
     return Program(closed.jaxpr, closed.consts), shapes
 
 
