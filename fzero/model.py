@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Self
@@ -245,7 +245,7 @@ def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
             )
     names = [layer.name for layer in chain]
     for name in names:
-        if not name or "/" in name or name == "loss":
+        if not isinstance(name, str) or not name or "/" in name or name == "loss":
             raise PlanError(
                 f"model: layer name {name!r}: expected a non-empty name without '/' other than"
                 " 'loss' (reserved for the loss function); rename the layer"
@@ -258,7 +258,13 @@ def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
     for layer in chain:
         if isinstance(layer, Stack):
             _check_stack(layer)
-        for key, path in getattr(layer, "reads", {}).items():
+        reads = getattr(layer, "reads", {})
+        if not isinstance(reads, Mapping) or not all(isinstance(x, str) for x in reads.values()):
+            raise PlanError(
+                f"model: layer {layer.name!r} has reads={reads!r}: expected names for paths of"
+                ' other layers\' parameters, such as {"table": "embed/table"}'
+            )
+        for key, path in reads.items():
             if path.split("/")[0] not in names:
                 raise PlanError(
                     f"model: layer {layer.name!r} reads {key!r} from {path!r}, but no layer is"

@@ -37,6 +37,9 @@ NAMES = [
     ([stack("s", 2.0)], ["Stack 's'", "num=2.0", "whole number"]),
     ([stack("s", True)], ["Stack 's'", "num=True"]),
     ([stack("s", shared="mask")], ["Stack 's'", "shared='mask'", "('mask',)"]),
+    ([link("a"), link(3)], ["layer name 3: expected a non-empty name"]),
+    ([link("a"), link("b", reads={"t": 3})], ["'b' has reads={'t': 3}", "embed/table"]),
+    ([link("a"), link("b", reads=["a/w"])], ["'b' has reads=['a/w']: expected names for paths"]),
     ([link("a"), link("b", reads={"t": "none/w"})], ["'b' reads 't'", "'none'", "['a', 'b']"]),
 ]  # fmt: skip
 
@@ -358,6 +361,7 @@ VALUES = {
     "another's": ({"a": ONE, "s": TWO, "old": ONE}, {}, ["params/old: no layer is named 'old'"]),
     "another's buffers": ({"a": ONE, "s": TWO}, {"old": ONE}, ["buffers/old: no layer"]),
     "none of a stack": ({"a": ONE}, {}, ["params/s: Stack 's' has none"]),
+    "none of a layer": ({"s": TWO}, {"c": {}}, ["params/a: Layer 'a' has none"]),
     "no buffers": ({"a": ONE, "s": TWO}, {}, ["buffers/c: Layer 'c' has none"]),
     "hidden": ({"a": ONE, "s": TWO, "c": ONE}, {}, ["params/c/w: Layer 'c' reads 'a/w' as 'w'"]),
     "a leaf": ({"a": ONE, "s": TWO, "c": np.ones(2)}, {}, ["params/c are a .*expected a dict"]),
@@ -378,6 +382,14 @@ def test_values_of_other_layers_are_refused(params, buffers, said, pipe, drawn):
         fz.init(model, optax.sgd(0.1), tiny.plan(data=1, pipe=pipe, microbatches=pipe))
     for words in said:
         assert re.search(words, str(caught.value)), caught.value
+
+
+def test_shapes_without_values_are_refused_where_values_are_wanted():
+    values = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, {}
+    model = fz.Model(values, lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
+    assert fz.layout(model, optax.sgd(0.1), tiny.plan(data=1)).state.params["w"].shape == (2,)
+    with pytest.raises(fz.StateError, match=r"params/w is a shape without values \(float32\[2\]\)"):
+        fz.init(model, optax.sgd(0.1), tiny.plan(data=1))
 
 
 def test_keys_differ_between_layers_and_do_not_depend_on_the_rest_of_the_chain():

@@ -177,13 +177,21 @@ def _require_of_links(model: Model, params: PyTree, buffers: PyTree) -> None:
     for name, link in links.items():
         _require_seen(link, params.get(name, {}))
         for field, tree, has in (
-            ("params", params, isinstance(link, Stack)), ("buffers", buffers, link.stateful)
+            ("buffers", buffers, link.stateful), ("params", params, isinstance(link, Stack))
         ):  # fmt: skip
-            if has and name not in tree:
+            if name not in tree and (has or (field == "params" and _has_values(link))):
                 raise StateError(
                     f"init: {field}/{name}: {of_link(link)} has none: expected those that its init"
                     " gives, or init= of the model"
                 )
+
+
+def _has_values(link: Layer | Stack) -> bool:
+    """Whether a layer's own `init` gives parameters."""
+    if link.init is None:
+        return False
+    made = jax.eval_shape(link.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return bool(jax.tree.leaves(made[0] if isinstance(made, tuple) else made))
 
 
 def _require_seen(link: Layer | Stack, own: PyTree) -> None:

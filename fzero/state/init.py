@@ -81,6 +81,7 @@ def init(
     compare("init", blue, model.init, seed=key)
     with doing("init"):
         if not callable(model.init):
+            _require_values(*model.init)
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", born_fields(blue), key)(key)
         return _parked(blue, fields)
@@ -99,6 +100,15 @@ def _warn_of_narrow(blue: Blueprint) -> None:
             f" which Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
             " param_dtype=jnp.float32, torch_bridge.convert: masters=True)"
         )
+
+
+def _require_values(params: PyTree, buffers: PyTree) -> None:
+    for path, leaf in named_leaves({"params": params, "buffers": buffers}):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise StateError(
+                f"init: {path} is a shape without values ({leaf.dtype}{list(leaf.shape)}): expected"
+                " an array. Shapes are enough for fz.layout, fz.describe and fz.preflight"
+            )
 
 
 def key_of(rng: int | jax.Array, operation: str = "init") -> jax.Array:

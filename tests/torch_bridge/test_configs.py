@@ -30,8 +30,15 @@ def _as_users_promote():
 
 def imported(row):
     if row["kind"] == "accelerate":
-        return tb.from_accelerate(row["config"], auto=DATA["auto"])
-    return tb.from_deepspeed(row["config"], devices=DATA["devices"], auto=DATA["auto"])
+        return tb.from_accelerate(row["config"])
+    given = {key: value for key, value in DATA["auto"].items() if says_auto(row["config"], key)}
+    return tb.from_deepspeed(row["config"], devices=DATA["devices"], auto=given)
+
+
+def says_auto(config, key):
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config == "auto"
 
 
 @pytest.mark.parametrize("row", DATA["configs"], ids=lambda row: row["source"])
@@ -448,3 +455,46 @@ def test_a_share_of_warm_up_steps_is_rounded_up():
     """As transformers does: 0.1 of 15 are two."""
     values = {"learning_rate": 1.0, "max_steps": 15, "warmup_ratio": 0.1}
     assert float(tb.from_training_arguments(values).schedule(1)) == 0.5
+
+
+def test_values_that_a_file_does_not_ask_for_are_told():
+    config = {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    given = {"gradient_clipping": 2.0, "optimizer.params.lr": 1e-4, "gradient_cliping": 1.0}
+    with pytest.warns(
+        UserWarning, match=r"auto gives gradient_cliping, optimizer\.params\.lr, and"
+    ):
+        assert tb.from_deepspeed(config, auto=given).plan.clip_norm == 2.0
+    with pytest.warns(UserWarning, match="auto gives gradient_clipping, and the file has no"):
+        tb.from_accelerate({"distributed_type": "MULTI_GPU"}, auto={"gradient_clipping": 2.0})
+
+
+def test_accelerate_and_its_deepspeed_file_agree_on_the_precision(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    config = {
+        "distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}
+    }  # fmt: skip
+    for said in ("no", "bf16"):
+        assert tb.from_accelerate({**config, "mixed_precision": said}).plan.precision == "bf16"
+    with pytest.raises(ConversionError, match="mixed_precision is 'fp16': the DeepSpeed file says"):
+        tb.from_accelerate({**config, "mixed_precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"warmup_ratio": 5}, r"warmup_ratio=5: expected how many updates, or a share"),
+        ({"warmup_steps": -1}, r"warmup_steps=-1, "),
+        ({"warmup_ratio": 0.1, "lr_scheduler_type": "constant_with_warmup"}, "pass num_steps="),
+    ],
+)
+def test_a_warmup_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ConversionError, match=message):
+        tb.from_training_arguments(values)
+
+
+def test_a_run_without_devices_is_refused():
+    with pytest.raises(ConversionError, match="devices=0: expected how many"):
+        tb.from_training_arguments({"per_device_train_batch_size": 2, "max_steps": 3}, devices=0)
+    with pytest.raises(ConversionError, match="devices=0: expected how many"):
+        tb.from_deepspeed({"zero_optimization": {"stage": 1}}, devices=0)

@@ -11,7 +11,7 @@ import typer
 import torch_bridge as tb
 from fzero.cli import command_app
 from torch_bridge.cli.flags.options import devices_flag
-from torch_bridge.configs.keys import read
+from torch_bridge.configs.keys import Given, read
 from torch_bridge.run.errors import CommandError
 
 
@@ -42,7 +42,7 @@ def import_config(
     Every key is listed: what says the same here, or why nothing has to. A key that would change
     numbers and has no counterpart is an error.
     """
-    given = _Given()
+    given = Given()
     for item in auto or []:
         key, sign, value = item.partition("=")
         try:
@@ -62,22 +62,9 @@ def import_config(
     else:
         _refuse(file, "of DeepSpeed", {"--num-steps": num_steps})
         found = tb.from_deepspeed(file, devices=devices, auto=given)
-    if unasked := sorted(given.keys() - given.asked):
+    if unasked := given.unasked():
         raise CommandError(f"--auto {', '.join(unasked)}: {file} has no 'auto' there; see its keys")
     typer.echo(str(found))
-
-
-class _Given(dict[str, Any]):
-    """What `--auto` gives, and which of it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value, which counts as asked for."""
-        self.asked.add(key)
-        return super().get(key, default)
 
 
 def _refuse(file: Path, kind: str, flags: dict[str, Any]) -> None:

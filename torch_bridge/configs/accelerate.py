@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import fzero as fz
-from torch_bridge.configs.deepspeed import from_deepspeed
-from torch_bridge.configs.keys import Keys, read
+from torch_bridge.configs.deepspeed import deepspeed_plan
+from torch_bridge.configs.keys import Given, Keys, read
 from torch_bridge.configs.outcome import Imported
 
 
@@ -71,7 +71,8 @@ def from_accelerate(
     Source: Accelerate's `ClusterConfig` and its FSDP plugin, huggingface.co/docs/accelerate.
     """
     source, values = read(config)
-    keys = Keys(source, values, auto or {})
+    given = auto if isinstance(auto, Given) else Given(auto)
+    keys = Keys(source, values, given)
     fields: dict[str, Any] = {}
     kind = str(keys.take("distributed_type", "NO")).upper().replace("FALSE", "NO")  # YAML's no
     if kind not in ("NO", "FSDP", "DEEPSPEED") and not kind.startswith("MULTI_"):
@@ -84,7 +85,13 @@ def from_accelerate(
         # DeepSpeed counts the ranks that have rows of their own.
         others = math.prod(_beside_data(fields).values())
         ranks = None if devices < 1 else max(devices // others, 1)
-        inner = _deepspeed(keys, config, ranks, auto)
+        inner = _deepspeed(keys, config, ranks, given)
+        theirs = inner.plan.precision
+        if theirs not in (own := fields.get("precision", theirs), "fp32"):
+            raise keys.error(
+                "mixed_precision", repr(own),
+                f"the DeepSpeed file says {theirs}: make them one, as Accelerate wants, too",
+            )  # fmt: skip
         fields = {**given_fields(inner.plan), **fields}
         keys.notes.extend(inner.notes)
     else:
@@ -98,6 +105,8 @@ def from_accelerate(
     keys.without_effect(dict.fromkeys(_STARTS, _START))
     keys.without_effect({"dynamo_config": "a step is one compiled program"})
     keys.done()
+    if given is not auto:  # whoever gives its own looks itself
+        given.warn_of_unasked(source)
     plan, notes = fz.Plan(**fields), tuple(keys.notes)
     if inner is None:
         return Imported(plan, None, None, None, notes)
@@ -175,7 +184,7 @@ def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Impor
         own.done()
         if not isinstance(config, Mapping):
             path = Path(config).parent / path
-        return from_deepspeed(path, devices=devices, auto=auto)
+        return deepspeed_plan(path, devices, auto)
     zero: dict[str, Any] = {"stage": own.number("zero_stage", 2, int)}
     for name in ("optimizer", "param"):
         where = own.take(f"offload_{name}_device", "none")
@@ -190,7 +199,7 @@ def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Impor
         "gradient_clipping": own.number("gradient_clipping", 0.0),
     }
     own.done()
-    return from_deepspeed(made, devices=devices, auto=auto)
+    return deepspeed_plan(made, devices, auto)
 
 
 def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> None:

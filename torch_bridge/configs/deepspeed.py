@@ -9,7 +9,8 @@ from typing import Any
 import optax
 
 import fzero as fz
-from torch_bridge.configs.keys import AUTO, Keys, read
+from fzero.errors import ConversionError
+from torch_bridge.configs.keys import AUTO, Given, Keys, read
 from torch_bridge.configs.optimizers import transformation
 from torch_bridge.configs.outcome import Imported, Schedule
 from torch_bridge.configs.schedules import BUILDERS
@@ -97,8 +98,21 @@ def from_deepspeed(
     Source: DeepSpeed's configuration, deepspeed.ai/docs/config-json; its schedules,
         deepspeed/runtime/lr_schedules.py.
     """
+    given = auto if isinstance(auto, Given) else Given(auto)
+    found = deepspeed_plan(config, devices, given)
+    if given is not auto:  # whoever gives its own looks itself
+        given.warn_of_unasked(read(config)[0])
+    return found
+
+
+def deepspeed_plan(
+    config: str | PathLike[str] | Mapping[str, Any], devices: int | None, auto: Mapping[str, Any]
+) -> Imported:
+    """As `from_deepspeed`, with values for all that may say `auto`."""
     source, values = read(config)
-    keys = Keys(source, values, auto or {})
+    keys = Keys(source, values, auto)
+    if devices is not None and devices < 1:
+        raise ConversionError(f"{source}: devices={devices}: expected how many the run has")
     fields: dict[str, Any] = {}
     _precision(keys, fields)
     batch_size = _batch(keys, fields, devices)

@@ -9,12 +9,37 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import ConversionError, is_number
+from fzero.errors import ConversionError, is_number, warn
 from torch_bridge.configs.outcome import Note
 
 
 AUTO = "auto"
 _MISSING: Any = object()
+
+
+class Given(dict[str, Any]):
+    """Values for keys that say `auto`, by their dotted names, and which of them were asked for."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(values or {})
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, which counts as asked for."""
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def unasked(self) -> list[str]:
+        """The names for which a file has no `auto`."""
+        return sorted(self.keys() - self.asked)
+
+    def warn_of_unasked(self, source: str) -> None:
+        """Warns of values that a file does not ask for: misspelt, or it says them itself."""
+        if unasked := self.unasked():
+            warn(
+                f"{source}: auto gives {', '.join(unasked)}, and the file has no 'auto' there, so"
+                " its own values count: see its keys"
+            )
 
 
 class Keys:

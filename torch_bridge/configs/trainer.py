@@ -17,7 +17,7 @@ import fzero as fz
 from fzero.errors import ConversionError
 from fzero.tree import path_name
 from torch_bridge.configs.accelerate import from_accelerate, given_fields
-from torch_bridge.configs.deepspeed import from_deepspeed
+from torch_bridge.configs.deepspeed import deepspeed_plan
 from torch_bridge.configs.keys import Keys, read
 from torch_bridge.configs.outcome import Imported, Note, Schedule
 
@@ -78,6 +78,8 @@ def from_training_arguments(
     given = arguments.to_dict() if hasattr(arguments, "to_dict") else arguments
     source, values = read(given)
     get = values.get
+    if devices is not None and devices < 1:
+        raise ConversionError(f"{source}: devices={devices}: expected how many the run has")
     said = max(0, int(get("max_steps") or 0))
     if num_steps and said and num_steps != said:
         raise ConversionError(f"{source}: max_steps is {said}, and num_steps={num_steps}: keep one")
@@ -85,7 +87,7 @@ def from_training_arguments(
     notes: list[Note] = []
     _refuse_misspelt(source, values)
     Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
-    base = _layout(values, devices, steps)
+    base = _layout(source, values, devices, steps)
     fields: dict[str, Any] = {"zero": 0} if base is None else given_fields(base.plan)
     if base is None:
         notes.append(Note("deepspeed, fsdp", None, "zero=0", "data parallel, as the Trainer's own"))
@@ -123,11 +125,13 @@ def _refuse_misspelt(source: str, values: Mapping[str, Any]) -> None:
             raise ConversionError(f"{source}: {key} is no training argument: did you mean {near}?")
 
 
-def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Imported | None:
+def _layout(
+    source: str, values: Mapping[str, Any], devices: int | None, steps: int
+) -> Imported | None:
     """What a DeepSpeed file or `fsdp` says of the layout; `None` where there is neither."""
     given: str | PathLike[str] | Mapping[str, Any] | None = values.get("deepspeed")
     if given:
-        rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(values, steps)
+        rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(source, values, steps)
         auto = {
             "optimizer.params.lr": rate,
             "optimizer.params.betas": _betas(values),
@@ -135,14 +139,15 @@ def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Impor
             "optimizer.params.weight_decay": values.get("weight_decay", 0.0),
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": rate,
-            "scheduler.params.warmup_num_steps": max(1, warm),
             "scheduler.params.total_num_steps": steps,
             "bf16.enabled": bool(values.get("bf16")),
             "fp16.enabled": bool(values.get("fp16")),
             "gradient_clipping": values.get("max_grad_norm", 1.0),
         }  # fmt: skip
+        if warm is not None:
+            auto["scheduler.params.warmup_num_steps"] = max(1, warm)
         _require_agreement(values, read(given)[1])
-        return from_deepspeed(given, devices=devices, auto=auto)
+        return deepspeed_plan(given, devices, auto)
     words = values.get("fsdp")
     if not words:
         return None
@@ -231,17 +236,25 @@ def _betas(values: Mapping[str, Any]) -> tuple[float, float]:
     return float(values.get("adam_beta1", 0.9)), float(values.get("adam_beta2", 0.999))
 
 
-def _warmup(values: Mapping[str, Any], steps: int) -> int:
-    count = values.get("warmup_steps") or 0
-    if isinstance(count, float) and 0 < count < 1:
-        return math.ceil(steps * count)
-    return int(count) or math.ceil(steps * float(values.get("warmup_ratio") or 0.0))
+def _warmup(source: str, values: Mapping[str, Any], steps: int) -> int | None:
+    """How many updates; `None` where it is a share of so many that nobody says."""
+    count, share = float(values.get("warmup_steps") or 0), float(values.get("warmup_ratio") or 0)
+    if count < 0 or not 0 <= share <= 1:
+        raise ConversionError(
+            f"{source}: warmup_steps={count:g}, warmup_ratio={share:g}: expected how many updates,"
+            " or a share of them from 0 to 1"
+        )
+    if count >= 1:
+        return int(count)
+    return math.ceil(steps * (count or share)) if steps or not (count or share) else None
 
 
 def _schedule(source: str, values: Mapping[str, Any], steps: int) -> Schedule:
     name = str(values.get("lr_scheduler_type", "linear"))
     name = name.rpartition(".")[2].lower()
-    rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(values, steps)
+    rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(source, values, steps)
+    if warm is None:
+        raise ConversionError(f"{source}: the warmup is a share of all updates: pass num_steps=")
     if values.get("lr_scheduler_kwargs"):
         raise ConversionError(f"{source}: lr_scheduler_kwargs: write the schedule with optax")
     after: dict[str, Callable[[Any], Any]] = {
