@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,19 +97,15 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
         wrong = unaccounted(entry)
         if wrong is not None:
             return f"{file}: expected Adam's state, but that of parameter {number!r:.60} {wrong}"
-    listed = [n for group in groups for n in group.get("params", ())]
-    # A parameter is its place in the groups, as torch goes by, whatever its number is.
-    places = {number: place for place, number in enumerate(listed) if isinstance(number, int)}
-    if strays := [number for number in entries if number not in places]:
-        return f"{file}: has state for parameters {strays[:5]}, which are in no group"
-    if len(places) < len(listed):
-        return f"{file}: expected every number once in its groups, got {listed[:20]}"
-    names = _names(groups)
+    labels = labelled(groups, entries, file)
+    if isinstance(labels, str):
+        return labels
+    names, plain, named = labels
     found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
     for number, entry in entries.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise CheckpointError(f"{file}: the optimizer has state for a parameter {number!r:.60}")
-        name = names.get(number, str(places[number]))
+        name = names[number]
         for key in MOMENTS:
             if not is_dense(entry[key]) or not entry[key].is_floating_point():
                 raise CheckpointError(
@@ -117,11 +113,36 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
                 )
             found[key][name] = in_memory(f"{key}.{name}", entry[key], file)
     steps = [step_of(entry["step"], file) for entry in entries.values()]
+    return at_one_step(steps, file, found, plain, named)
+
+
+def labelled(
+    groups: Sequence[Mapping[str, Any]], numbers: Iterable[Any], file: str
+) -> tuple[dict[int, str], tuple[dict[str, Any], ...], bool] | str:
+    """What the numbers of an optimizer's parameters mean.
+
+    Args:
+        groups: its `param_groups`.
+        numbers: those that have a state.
+        file: for messages.
+
+    Returns:
+        By number the parameter's name, if the optimizer was made with names, or its place in the
+        groups; the groups with these; whether they are names. Or, in words, what is wrong.
+    """
+    listed = [n for group in groups for n in group.get("params", ())]
+    # A parameter is its place in the groups, as torch goes by, whatever its number is.
+    places = {number: place for place, number in enumerate(listed) if isinstance(number, int)}
+    if strays := [number for number in numbers if number not in places]:
+        return f"{file}: has state for parameters {strays[:5]}, which are in no group"
+    if len(places) < len(listed):
+        return f"{file}: expected every number once in its groups, got {listed[:20]}"
+    names = _names(groups)
     plain = tuple({k: v for k, v in group.items() if k != "param_names"} for group in groups)
     plain = tuple(
         {**g, "params": [names.get(n, places[n]) for n in g.get("params", ())]} for g in plain
     )
-    return at_one_step(steps, file, found, plain, bool(names))
+    return {n: names.get(n, str(place)) for n, place in places.items()}, plain, bool(names)
 
 
 def _without_steps(groups: Sequence[Mapping[str, Any]], file: str) -> str | None:

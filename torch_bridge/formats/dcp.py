@@ -20,7 +20,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy_array import Index
-from torch_bridge.formats.adam import MOMENTS, at_one_step, step_of
+from torch_bridge.formats.adam import MOMENTS, at_one_step, labelled, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.mapped_tensors import Mapped, find_tensor, map_file
 from torch_bridge.formats.torch_files import cause_of, sizes_of, ties_in
@@ -377,6 +377,14 @@ def _optimizer(
     moments = next(iter(owners.values()), {})
     if not moments:
         return None
+    groups, named = tuple(_groups(chunks, rest)), True
+    if any(isinstance(n, int) for group in groups for n in group.get("params") or ()):
+        # The optimizer's own state_dict, which numbers its parameters.
+        labels = labelled(groups, [int(n) if n.isdigit() else n for n in moments], folder.name)
+        if isinstance(labels, str):
+            return labels
+        of_numbers, groups, named = labels
+        moments = {of_numbers[int(number)]: entry for number, entry in moments.items()}
     for name, entry in moments.items():
         lost = sorted(wanted - set(entry))
         if lost:
@@ -388,7 +396,7 @@ def _optimizer(
     for entry in moments.values():
         name, lazy = entry["step"]
         steps.append(step_of(chunks.value(name) if lazy is None else lazy.tensor(), folder.name))
-    return at_one_step(steps, folder.name, lazies, tuple(_groups(chunks, rest)))
+    return at_one_step(steps, folder.name, lazies, groups, named)
 
 
 def _number(value: Any) -> Any:
