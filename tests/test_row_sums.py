@@ -176,6 +176,19 @@ def test_on_one_device_a_loss_may_be_anything():
         trained(model_of(share_of_masked), plan.replace(microbatches=2), devices, 1)
 
 
+@pytest.mark.parametrize("loss", [contrastive, contrastive_of_all, contrastive_beside_all])
+@pytest.mark.parametrize("data", [1, 2])
+def test_no_microbatch_has_the_rows_of_another(loss, data):
+    """The rows of all devices are those of one microbatch: the remedy for devices is none here."""
+    model, devices = model_of(loss), jax.devices()[:data]
+    with said(r"compares rows .*2 microbatches.* wants microbatches=1"):
+        trained(model, Plan(data=data, microbatches=2), devices, 1)
+    with said(None if data == 1 or loss is not contrastive else r"\(fz\.all_rows\), or give"):
+        trained(model, Plan(data=data), devices, 1)  # the same model again, which is right here
+    with said(None):
+        trained(model_of(masked), Plan(data=data, microbatches=2), devices, 1)
+
+
 def share_of_labelled(p, batch):
     counts = (batch["labels"] >= 0).astype(jnp.float32)
     return (squares(p, batch).sum(-1) * counts).sum() / counts.sum()
@@ -307,6 +320,11 @@ def test_a_chain_in_a_pipeline_is_looked_at_as_a_whole(right):
         state = fz.init(model, TX, plan, devices=jax.devices()[:4])
         step = fz.train_step(model, TX, plan, devices=jax.devices()[:4])
         state, _ = step(step(state, BATCH)[0], BATCH)
+    with said(r"compares rows .*2 microbatches"):  # in evaluation, too, and on one device a rank
+        devices, parts = jax.devices()[:2], tiny.plan(pipe=2, data=1, microbatches=2)
+        fz.eval_step(model, parts, devices=devices)(
+            fz.init(model, None, parts, devices=devices), BATCH
+        )
     if right:  # (another order of sums, as above)
         tiny.close(fz.logical(model, state, plan), want, rtol=1e-4, atol=1e-5)
 

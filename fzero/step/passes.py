@@ -97,7 +97,7 @@ class OneProgram:
         rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         require_counts_told(self.blueprint, batch)
-        warn_of_rows_together(self.blueprint, batch, True)
+        warn_of_rows_together(self.blueprint, batch, True, self.plan.microbatches)
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
             keeping = keeping_rules(model, rules, kept, buffers, batch, key)
@@ -258,7 +258,7 @@ class Pipeline:
     def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """As `OneProgram.gradients`."""
         require_counts_told(self.blueprint, batch)
-        warn_of_rows_together(self.blueprint, batch, True)
+        warn_of_rows_together(self.blueprint, batch, True, self.plan.microbatches)
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(
             kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale
@@ -271,8 +271,9 @@ class Pipeline:
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """As `OneProgram.evaluation`."""
-        warn_of_rows_together(self.blueprint, batch, False)
-        args = (kept, buffers, batch, _eval_key(rng), self._count(batch))
+        microbatches = self._count(batch)
+        warn_of_rows_together(self.blueprint, batch, False, microbatches)
+        args = (kept, buffers, batch, _eval_key(rng), microbatches)
         mean, own = self.executor.evaluate(*args)
         refuse_reserved(own)
         return mean, own

@@ -81,46 +81,68 @@ def looked_at(done: bool) -> AbstractContextManager[None]:
     return set_within(_LOOKED_AT, done)
 
 
-def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
+def warn_of_rows_together(
+    blue: Blueprint, batch: Inputs, train: bool, microbatches: int = 1
+) -> None:
     """Warns, once of a model and a kind of batch, of loss and metrics that are no sums over rows.
 
     Args:
         blue: the blueprint of the step.
         batch: its batch: arrays or shapes.
         train: whether the step trains.
+        microbatches: that its rows come in.
     """
     devices = blue.group.row_shares
-    microbatches = blue.plan.microbatches if train else 1
     if devices * microbatches == 1 or _LOOKED_AT.get():
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
-    known, key = memo(blue.model), ("row sums", structure, kinds, train, tracing_context())
+    in_parts = microbatches > 1
+    key = ("row sums", structure, kinds, train, in_parts, tracing_context())
+    known = memo(blue.model)
     if key not in known:
         known[key] = True
         over = {"devices": devices, "microbatches": microbatches}
         shared = " and ".join(f"{num} {name}" for name, num in over.items() if num > 1)
-        for name, problem in _problems(blue, batch, train, devices * microbatches):
+        for name, problem in _problems(blue, batch, train, devices * microbatches, in_parts):
             what = f"metric {name!r}" if name else "loss"
             too = "" if name else ", and so is its gradient"
             warn(
                 f"{what}: it {problem}. Rows are shared out over {shared}, and each computes with"
                 f" its own: it is another number than that of the whole batch on one device{too}."
-                " Have the rows of all first (fz.all_rows), or give sums over rows,"
-                " fz.Mean(total, count), of which a step makes the quotient"
+                f" {_OF_DEVICES if not in_parts else _IN_PARTS}"
             )
 
 
-def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[tuple[str, str]]:
-    """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
+_SUMS_HELP = "sums over rows, fz.Mean(total, count), of which a step makes the quotient"
+_OF_DEVICES = f"Have the rows of all first (fz.all_rows), or give {_SUMS_HELP}"
+_IN_PARTS = (
+    f"Give {_SUMS_HELP}; what compares rows wants microbatches=1 (no microbatch has another's"
+    " rows, and fz.all_rows those of all devices)"
+)
+
+
+def _problems(
+    blue: Blueprint, batch: Inputs, train: bool, shares: int, in_parts: bool
+) -> list[tuple[str, str]]:
+    """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words.
+
+    Args:
+        blue: the blueprint of the step.
+        batch: its batch.
+        train: whether the step trains.
+        shares: into how many equal ones rows are shared out.
+        in_parts: whether rows come in microbatches: then what all devices have is of one of them.
+    """
     row_shapes, shared = jax.tree.leaves(batch.rows), jax.tree.leaves(batch.shared)
     shapes = initial_shapes(blue.model), shapes_of(batch.shared)
-    rows, every = row_numbers(shapes, batch.rows)
+    rows, of_all = row_numbers(shapes, batch.rows)
+    every = None if in_parts else of_all
     traced = _traced(blue, batch, train, rows, every)
     if isinstance(traced, Exception):
         return _of_a_share_alone(blue, batch, train, shares)
     program, names = traced
-    follow, kinds = _followed(program, rows, set())
+    follow, kinds = _followed(program, rows, set(), in_parts)
     # What all shares divide by alike are sums; another reason may lie behind one that is none.
     while alike := {
         id(op)
@@ -129,7 +151,7 @@ def _problems(blue: Blueprint, batch: Inputs, train: bool, shares: int) -> list[
         and op.equation.primitive.name == "div"
         and _count_alike(blue, train, shares, program, op, rows)
     }:
-        follow, kinds = _followed(program, rows, alike | follow.alike)
+        follow, kinds = _followed(program, rows, alike | follow.alike, in_parts)
     found: dict[str, str] = {}
     for name, out in zip(names, program.outputs, strict=True):
         kind = kinds.get(out, Kind.FREE) if isinstance(out, Var) else Kind.FREE
@@ -169,8 +191,10 @@ def _is_var(value: Any) -> bool:
     return isinstance(value, Var)
 
 
-def _followed(program: Program, rows: int, alike: set[int]) -> tuple[_Follow, dict[Any, Kind]]:
-    follow = _Follow(rows, alike)
+def _followed(
+    program: Program, rows: int, alike: set[int], in_parts: bool
+) -> tuple[_Follow, dict[Any, Kind]]:
+    follow = _Follow(rows, alike, in_parts)
     env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
     return follow, follow.run(program, env)
 
@@ -198,7 +222,7 @@ def _miscounted(
 
 
 def _traced(
-    blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int
+    blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int | None
 ) -> tuple[Program, list[str]] | Exception:
     """Loss and metrics as a program of so many rows, and what it gives; or why it takes others."""
 
@@ -277,13 +301,14 @@ class _Follow:
     Args:
         rows: how many rows there are: a prime number that no other dim is a multiple of.
         alike: quotients (`id` of the operation) by what is the same for each share of the rows.
+        in_parts: whether what all devices have is of one microbatch alone.
 
     Attributes:
         blamed: for values that are no sums over rows, the operation that made them so.
     """
 
-    def __init__(self, rows: int, alike: set[int]) -> None:
-        self.rows, self.alike = rows, alike
+    def __init__(self, rows: int, alike: set[int], in_parts: bool) -> None:
+        self.rows, self.alike, self.in_parts = rows, alike, in_parts
         self.blamed: dict[Any, Op] = {}
 
     def has(self, value: Var, times: int = 1) -> bool:
@@ -311,7 +336,8 @@ class _Follow:
     def _kind(self, op: Op, kinds: Sequence[Kind], result: Var) -> Kind:
         name, has = op.equation.primitive.name, self.has(result)
         worst = max(kinds, default=Kind.FREE)
-        if worst is Kind.FREE or (name == "name" and op.equation.params["name"] == AGREED):
+        agreed = name == "name" and op.equation.params["name"] == AGREED
+        if worst is Kind.FREE or (agreed and not self.in_parts):
             return Kind.FREE
         if self.has(result, 2) and kinds.count(Kind.ROWS) > 1:
             return Kind.PAIRS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ def traced_with_rows(
     blue: Blueprint,
     batch: Inputs,
     rows: int,
-    every: int,
+    every: int | None,
     made: Callable[..., Callable[..., Any]],
 ) -> tuple[Program, PyTree] | Exception:
     """A function of a chain as a program for so many rows, and what it gives; or why not.
@@ -34,7 +35,7 @@ def traced_with_rows(
         blue: the blueprint.
         batch: its batch: arrays or shapes.
         rows: how many rows the program has.
-        every: how many all devices have.
+        every: how many all devices have; `None` where the rows are those of all.
         made: makes the function of a chain and what its `Context` says beside; it is given params,
             buffers, the batch and a key, and the step by its name.
     """
@@ -52,7 +53,8 @@ def traced_with_rows(
     key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
     given = shapes_of(batch.map_rows(of_rows).at(None)), params, buffers, key, step
     try:
-        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
+        told = nullcontext() if every is None else told_rows(rows, every)
+        with one_trace(), jax.numpy_dtype_promotion("standard"), told:
             closed, shapes = jax.make_jaxpr(opened, return_shape=True)(*given)
     except Exception as error:  # it takes other numbers of rows, or wants a mesh
         return error

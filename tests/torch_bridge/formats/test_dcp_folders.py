@@ -79,3 +79,25 @@ def test_of_several_models_in_a_folder_one_is_read_with_its_own_moments(tmp_path
         read(two, None, first, its)
     with pytest.raises(CheckpointError, match=r"no such entry; there are \['model', 'optim'"):
         read(two, "nix", first, its)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizers_own_state_dict_numbers_its_parameters(named: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    given: Any = module.named_parameters() if named else module.parameters()
+    adam = torch.optim.AdamW(list(reversed(list(given))), lr=0.1)
+    module(torch.ones(2, 4)).pow(2).sum().backward()
+    adam.step()
+    dcp.save({"model": module.state_dict(), "optimizer": adam.state_dict()}, checkpoint_id=tmp_path)
+    own = tb.convert(module, torch.ones(2, 4))
+    reversed_names = ["1.bias", "1.weight", "0.bias", "0.weight"]
+    for names in (adam, reversed_names, *([None] if named else [])):
+        state = tb.restore(tmp_path, own, optax.adamw(0.1), fz.Plan(), names=names)
+        found = moments_of(own, state.opt_state)
+        assert found.step == 1
+        for name, param in module.named_parameters():
+            np.testing.assert_array_equal(found.exp_avg[name], adam.state[param]["exp_avg"])
+    if not named:
+        with pytest.raises(CheckpointError, match="numbers its parameters, of which it has 4: 3"):
+            tb.restore(tmp_path, own, optax.adamw(0.1), fz.Plan(), names=reversed_names[1:])
