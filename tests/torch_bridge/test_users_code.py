@@ -207,6 +207,18 @@ def test_what_saves_time_is_computed_anew(what: str, warm: bool) -> None:
     )
 
 
+def test_what_saves_time_does_so_within_a_loss() -> None:
+    """A hook around the forward is one within the call of a module with a loss."""
+    module, x = KeepsAttributes("a_mask"), torch.randn(2, 5, 4)
+    with pytest.warns(tb.PythonStateWarning, match="keeps kept, which follows from sizes"):
+        converted = tb.convert(tb.with_loss(module, torch.nn.MSELoss()), x, x)
+    for inputs in (x, torch.cat([x, x], 1)):
+        want = (module.eval()(inputs) - inputs).square().mean()
+        np.testing.assert_allclose(converted(inputs, inputs), want.detach(), rtol=1e-6)
+    with pytest.raises(ConversionError, match="changes itself: kept"):
+        tb.convert(tb.with_loss(KeepsAttributes("the_first"), torch.nn.MSELoss()), x, x)
+
+
 @pytest.mark.parametrize("what", ["weights", "the_last", "the_first", "noise", "a_count", "tokens"])
 def test_what_counts_is_no_cache(what: str) -> None:
     said = {"a_count": "running", "tokens": "total"}.get(what, "kept")

@@ -9,13 +9,14 @@ what a buffer is then is written into the one that there was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.errors import ConversionError
+from torch_bridge.export.calls import around_calls
 from torch_bridge.export.stand_ins.replacement import StandIn
 
 
@@ -68,7 +69,7 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
     """
     begun: list[list[_Held]] = []
 
-    def begin(*_: Any) -> None:
+    def begin() -> None:
         begun.append(
             [
                 _Held(f"{path}.{name}" if path else name, own, name, tensor, tensor._version)
@@ -79,7 +80,7 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
             ]
         )
 
-    def end(*_: Any) -> None:
+    def end(_: Any) -> None:
         held = begun.pop()
         moved = [one for one in held if one.own.get(one.name) is not one.tensor]
         for one in moved:
@@ -92,47 +93,8 @@ def assignments_written(module: torch.nn.Module) -> Iterator[None]:
                 one.tensor.copy_(value)
                 one.own[one.name] = one.tensor
 
-    with _around_calls(module, begin, end):
+    with around_calls(module, end, begin):
         yield
-
-
-@contextlib.contextmanager
-def _around_calls(
-    module: torch.nn.Module, begin: Callable[..., None], end: Callable[..., None]
-) -> Iterator[None]:
-    """What happens before and after a module's calls: its hooks, and behind them a `__call__` of
-    its own class, as a module with a loss has one, may assign as well."""
-    owner = type(module)
-    own = owner.__call__
-    if own is torch.nn.Module.__call__:
-        handles = [
-            module.register_forward_pre_hook(begin, prepend=True),
-            module.register_forward_hook(end),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        return
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not module:
-            return own(self, *args, **kwargs)
-        begin()
-        out = own(self, *args, **kwargs)
-        end()
-        return out
-
-    inherited = "__call__" not in vars(owner)
-    owner.__call__ = called  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if inherited:
-            del owner.__call__
-        else:
-            owner.__call__ = own  # type: ignore[method-assign]
 
 
 def _require_kept(held: _Held, others: list[str]) -> None:

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from torch_bridge.export.calls import around_calls
 from torch_bridge.export.watch.constants import same_constant
 from torch_bridge.export.watch.leftovers import OF_A_TRACE
 
@@ -89,17 +90,14 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def returned_as_well(module: torch.nn.Module, attributes: Sequence[Attribute]) -> Iterator[None]:
-    """While a module is traced, its forward also returns the tensors that such attributes hold."""
+    """While a module is traced, its calls also return the tensors that such attributes hold."""
 
-    def tensors(_module: Any, _args: Any, out: Any) -> Any:
+    def tensors(out: Any) -> Any:
         held = list(_snapshot(module, attributes).values())
         return out, [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
-    handle = module.register_forward_hook(tensors)
-    try:
+    with around_calls(module, tensors):
         yield
-    finally:
-        handle.remove()
 
 
 def follow_from_sizes(program: ExportedProgram) -> bool:
