@@ -34,6 +34,7 @@ from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.step.row_counts import Growth
+from fzero.step.row_kept import warn_of_kept_rows
 from fzero.step.row_traces import row_numbers, traced_with_rows
 from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shapes_of
 
@@ -142,18 +143,20 @@ def _problems(
     if isinstance(traced, Exception):
         return _of_a_share_alone(blue, batch, train, shares)
     program, names = traced
+    outputs = program.outputs[: len(names)]
+    _warn_of_kept_rows(blue, batch, train, traced)
     follow, kinds = _followed(program, rows, set(), in_parts)
     # What all shares divide by alike are sums; another reason may lie behind one that is none.
     while alike := {
         id(op)
-        for op in map(follow.blamed.get, filter(_is_var, program.outputs))
+        for op in map(follow.blamed.get, filter(_is_var, outputs))
         if op is not None
         and op.equation.primitive.name == "div"
         and _count_alike(blue, train, shares, program, op, rows)
     }:
         follow, kinds = _followed(program, rows, alike | follow.alike, in_parts)
     found: dict[str, str] = {}
-    for name, out in zip(names, program.outputs, strict=True):
+    for name, out in zip(names, outputs, strict=True):
         kind = kinds.get(out, Kind.FREE) if isinstance(out, Var) else Kind.FREE
         if kind < Kind.OTHER or name in found:
             continue
@@ -175,16 +178,29 @@ def _of_a_share_alone(
     """What can be computed of a share's rows, and not of all: labels (B,) beside (B, classes), say.
 
     With as many rows as there are classes these are one label for each class, without an error.
+    (Kernels and reshapes that are written for one number of rows are taken to mean a share's.)
     """
     every = jax.tree.leaves(batch.rows)[0].shape[0]
     share = every // shares
     whole = _traced(blue, batch, train, every, every)
     if not isinstance(whole, Exception):
+        _warn_of_kept_rows(blue, batch, train, whole)
         return []
-    if isinstance(_traced(blue, batch, train, share, every), Exception):
+    if "broadcast" not in str(whole) or isinstance(
+        _traced(blue, batch, train, share, every), Exception
+    ):
         return []
     said = f"{type(whole).__name__}: {str(whole).strip().partition(chr(10))[0]}"
     return [("", f"takes the {share} rows of one share, and cannot take all {every} ({said})")]
+
+
+def _warn_of_kept_rows(
+    blue: Blueprint, batch: Inputs, train: bool, traced: tuple[Program, list[str]]
+) -> None:
+    program, names = traced
+    if train and blue.group.row_shares > 1:
+        rows = program.inputs[: len(jax.tree.leaves(batch.rows))]
+        warn_of_kept_rows(blue.model, program, rows, program.outputs[len(names) :])
 
 
 def _is_var(value: Any) -> bool:
@@ -205,7 +221,7 @@ def _miscounted(
     """By names, what is a sum over rows but counts as a mean, or the other way round; in words."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        total, *count = (out for of, out in zip(names, program.outputs, strict=True) if of == name)
+        total, *count = (out for of, out in zip(names, program.outputs, strict=False) if of == name)
         if isinstance(total, Var) and kinds.get(total, Kind.FREE) is Kind.SUM:
             powers = growth(total), growth(count[0]) if count else 0
             if powers == (1, 0):
@@ -229,16 +245,16 @@ def _traced(
     def made(chain: Any, **about: Any) -> Any:
         loss = chain_loss(chain, **about)
 
-        def total(*args: Any, step: Any) -> dict[str, Any]:
-            out, _, metrics = loss(*args, train, step)
-            return {"": out, **metrics}
+        def total(*args: Any, step: Any) -> tuple[dict[str, Any], PyTree]:
+            out, buffers, metrics = loss(*args, train, step)
+            return {"": out, **metrics}, buffers
 
         return total
 
     traced = traced_with_rows(blue, batch, rows, every, made)
     if isinstance(traced, Exception):
         return traced
-    return traced[0], [keys[0] for keys in leaf_keys(traced[1])]
+    return traced[0], [keys[0] for keys in leaf_keys(traced[1][0])]
 
 
 def _count_alike(

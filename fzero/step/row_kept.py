@@ -1,0 +1,115 @@
+"""Whether buffers keep single rows, of which each device has others.
+
+Running statistics are sums over rows, and devices' values of them are averaged. A queue of the last
+examples is none: the mean of several devices' queues holds no example. So rows are followed through
+a program, on the first dim, where a batch has them, until something adds them up. Where they go
+ways that are not known here (another dim, loops, sorting) nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fzero.errors import warn
+from fzero.exchange.rows import AGREED
+from fzero.model import Model
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
+from fzero.sharding.buffers import declared_reduction
+from fzero.sharding.initial import initial_shapes
+from fzero.tree import named_leaves
+
+
+# Of what has rows on its first dim, some or all of these on the first dim, moved or beside others.
+_MOVED = frozenset(
+    """
+    add_any concatenate cumsum dynamic_slice dynamic_update_slice gather name pad rev scatter slice
+    """.split()  # noqa: SIM905
+)
+
+
+def warn_of_kept_rows(
+    model: Model, program: Program, rows: Collection[Var], buffers: Sequence[Any]
+) -> None:
+    """Warns of floats that keep single rows, and of which nothing is said.
+
+    Args:
+        model: the model.
+        program: its training as a program.
+        rows: inputs of it that have a row for each example.
+        buffers: the outputs that are new buffers.
+    """
+    names = [path for path, _ in named_leaves(initial_shapes(model)[1])]
+    for path, kept in zip(names, kept_rows(program, rows, buffers), strict=True):
+        if kept and _averaged(model, path):
+            warn(
+                f"buffers/{path} keeps rows of the batch, of which each device has its own: they"
+                " are averaged over devices, as running statistics are. Keep those of all devices"
+                " (fz.all_rows), which are the same anywhere, and say so: buffer_reduce='same'"
+            )
+
+
+def _averaged(model: Model, path: str) -> bool:
+    """Whether nobody says how devices' values of a buffer become one."""
+    for layer in model.layers:
+        own = path.removeprefix(f"{layer.name}/") if layer.name else path
+        if not layer.name or own != path:
+            return declared_reduction(layer, own) is None
+    return False
+
+
+def kept_rows(program: Program, rows: Collection[Var], outputs: Sequence[Any]) -> list[bool]:
+    """Which outputs of a program hold single rows on their first dim.
+
+    Args:
+        program: the program.
+        rows: its inputs that have a row for each example.
+        outputs: some of its outputs.
+    """
+    held = {*rows}
+    for op in program.ops:
+        if op.equation is None:  # a fence: each result is an operand
+            pairs = zip(op.operands, op.results, strict=True)
+            held.update(result for operand, result in pairs if _is(operand, held))
+        else:
+            held.update(var for var in op.results if var.aval.shape and _holds(op, var, held))
+    return [_is(out, held) for out in outputs]
+
+
+def _holds(op: Op, result: Var, held: set[Var]) -> bool:
+    name, params = op.equation.primitive.name, op.equation.params
+    where = [i for i, operand in enumerate(op.operands) if _is(operand, held)]
+    if not where or (name == "name" and params["name"] == AGREED):
+        return False
+    first, shape = where[0], result.aval.shape
+    given = op.operands[first].aval.shape
+    if name in ELEMENTWISE:
+        return any(len(op.operands[i].aval.shape) == len(shape) for i in where)
+    if name in _MOVED:
+        return True
+    if name == "broadcast_in_dim":
+        dims = params["broadcast_dimensions"]
+        return bool(dims) and dims[0] == 0 and shape[0] == given[0] > 1
+    if name == "transpose":
+        return bool(params["permutation"][0] == 0)
+    if name in ("reshape", "squeeze", "expand_dims"):  # some rows and their positions, say
+        return bool(given[0] > 1 and shape[0] % given[0] == 0 and shape[0])
+    if name == "dot_general":
+        return _free_first(params["dimension_numbers"], first)
+    if name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        return first == 0 and numbers.lhs_spec[0] == numbers.out_spec[0] == 0
+    axes = params.get("axes")
+    return name.startswith(("reduce_", "arg")) and axes is not None and 0 not in axes
+
+
+def _free_first(numbers: Any, operand: int) -> bool:
+    """Whether the first dim of an operand of a product is the first one of the result."""
+    contracted, batch = numbers
+    if batch[operand]:
+        return bool(batch[operand][0] == 0)
+    return operand == 0 and 0 not in contracted[0]
+
+
+def _is(value: Any, held: set[Var]) -> bool:
+    return isinstance(value, Var) and value in held
