@@ -1,4 +1,4 @@
-"""Buffers that keep rows of a batch, of which each device has others: a queue of the last ones."""
+"""Float buffers that are averaged over devices and are no means: rows that are kept, and sums."""
 
 import warnings
 
@@ -37,14 +37,23 @@ KEEPS = {
     "each spread": lambda x, kept: queue(jnp.max(x, 1, keepdims=True) * jnp.ones((1, 6)), kept),
     "moved": lambda x, kept: queue(jnp.pad(x.reshape(len(x), 2, 3)[:, 0], ((0, 0), (3, 0))), kept),
 }
-SUMS = {
+ADDS = {
+    "a sum": lambda x, kept: 0.9 * kept + 0.1 * x.sum(0),
+    "of products": lambda x, kept: 0.9 * kept + jnp.pad(x.T @ x, ((0, 26), (0, 0))),
+    "of some": lambda x, kept: kept + jnp.where(x > 0, x, 0).sum(0, keepdims=True),
+}
+MEANS = {
     "a mean": lambda x, kept: 0.9 * kept + 0.1 * x.mean(0),
     "the largest": lambda x, kept: jnp.maximum(kept, x.max(0)),
-    "products": lambda x, kept: kept.at[:6].set(x.T @ x),
+    "products": lambda x, kept: kept.at[:6].set(x.T @ x / len(x)),
+    "a covariance": lambda x, kept: kept.at[:6].set(jnp.einsum("ri,rj->ij", x, x) / len(x)),
+    "a variance": lambda x, kept: 0.9 * kept + x.var(0) * (len(x) / max(len(x) - 1, 1)),
     "one beside those before": lambda x, kept: jnp.concatenate(
         [x.mean(0, keepdims=True), kept[1:]]
     ),
     "of all": lambda x, kept: queue(fz.all_rows(x), kept),
+    "some of all": lambda x, kept: kept.at[:2].set(fz.all_rows(x)[:2]),
+    "a sum of all": lambda x, kept: kept + fz.all_rows(x).sum(0),
     "none": lambda x, kept: kept * 0.5,
 }
 
@@ -60,8 +69,8 @@ def said(model, plan=None, step=fz.train_step):
                 state, _ = step(model, TX, plan, devices=devices)(state, BATCH)
         else:
             step(model, plan, devices=devices)(state, BATCH)
-    texts = [str(w.message) for w in found]
-    return [text.partition(" keeps")[0] for text in texts if "keeps rows of the batch" in text]
+    texts = [str(w.message) for w in found if str(w.message).startswith("buffers/")]
+    return [text.partition(" rows of the batch")[0] for text in texts]
 
 
 def plain(note, **options):
@@ -74,12 +83,18 @@ def plain(note, **options):
 
 @pytest.mark.parametrize("note", KEEPS.values(), ids=KEEPS)
 def test_rows_that_a_buffer_keeps_are_named_once(note):
-    assert said(plain(note)) == ["buffers/kept"]
+    assert said(plain(note)) == ["buffers/kept keeps"]
 
 
-@pytest.mark.parametrize("note", SUMS.values(), ids=SUMS)
-def test_sums_over_rows_and_the_rows_of_all_are_not(note):
-    assert said(plain(note)) == []
+@pytest.mark.parametrize("note", ADDS.values(), ids=ADDS)
+def test_sums_over_rows_are_named(note):
+    assert said(plain(note)) == ["buffers/kept adds up"]
+
+
+@pytest.mark.parametrize("note", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_means_and_the_rows_of_all_are_not(note, microbatches):
+    assert said(plain(note), Plan(data=8, microbatches=microbatches)) == []
 
 
 def test_nothing_is_said_where_a_model_says_it_or_rows_are_not_shared_out():
@@ -90,7 +105,7 @@ def test_nothing_is_said_where_a_model_says_it_or_rows_are_not_shared_out():
 
 
 def test_with_the_rows_of_all_and_one_word_a_queue_is_that_of_one_device():
-    model = plain(SUMS["of all"], buffer_reduce={"kept": "same"})
+    model = plain(MEANS["of all"], buffer_reduce={"kept": "same"})
     kept = []
     for plan in (Plan(data=1), Plan(data=8)):
         devices = jax.devices()[: plan.data]
@@ -103,7 +118,7 @@ def test_with_the_rows_of_all_and_one_word_a_queue_is_that_of_one_device():
 
 
 @pytest.mark.parametrize(
-    ("declared", "named"), [({}, ["buffers/head/kept"]), ({"kept": "same"}, [])]
+    ("declared", "named"), [({}, ["buffers/head/kept keeps"]), ({"kept": "same"}, [])]
 )
 def test_layers_of_a_chain_say_it_of_their_own(declared, named):
     def head(p, x, ctx):
@@ -130,4 +145,4 @@ def test_images_and_tokens_are_followed_through_what_flattens_them():
 
     for keep in (True, False):
         model = fz.Model(noted, lambda *args, keep=keep: loss(keep, *args))
-        assert said(model) == ["buffers/kept"] * keep
+        assert said(model) == ["buffers/kept keeps"] * keep

@@ -1,9 +1,9 @@
 """Whether buffers keep single rows, of which each device has others.
 
-Running statistics are sums over rows, and devices' values of them are averaged. A queue of the last
-examples is none: the mean of several devices' queues holds no example. So rows are followed through
-a program, on the first dim, where a batch has them, until something adds them up. Where they go
-ways that are not known here (another dim, loops, sorting) nothing is said.
+Running statistics are means over rows, and devices' values of them are averaged. A queue of the
+last examples is none: the mean of several devices' queues holds no example. So rows are followed
+through a program, on the first dim, where a batch has them, until something adds them up. Where
+they go ways that are not known here (another dim, loops, sorting) nothing is said.
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ _MOVED = frozenset(
 )
 
 
-def warn_of_kept_rows(
-    model: Model, program: Program, rows: Collection[Var], buffers: Sequence[Any]
-) -> None:
-    """Warns of floats that keep single rows, and of which nothing is said.
+def warn_of_averages(model: Model, kept: Sequence[bool], sums: Sequence[bool]) -> None:
+    """Warns of float buffers that are averaged over devices, and are no means.
 
     Args:
         model: the model.
-        program: its training as a program.
-        rows: inputs of it that have a row for each example.
-        buffers: the outputs that are new buffers.
+        kept: of each buffer, whether it keeps single rows.
+        sums: whether it adds up rows.
     """
     names = [path for path, _ in named_leaves(initial_shapes(model)[1])]
-    for path, kept in zip(names, kept_rows(program, rows, buffers), strict=True):
-        if kept and _averaged(model, path):
+    for path, keeps, adds in zip(names, kept, sums, strict=True):
+        if (keeps or adds) and _averaged(model, path):
+            does = "keeps rows of the batch" if keeps else "adds up rows of the batch"
             warn(
-                f"buffers/{path} keeps rows of the batch, of which each device has its own: they"
-                " are averaged over devices, as running statistics are. Keep those of all devices"
-                " (fz.all_rows), which are the same anywhere, and say so: buffer_reduce='same'"
+                f"buffers/{path} {does}, of which each device has its own: devices' values are"
+                " averaged, as those of running means are. Have the rows of all devices first"
+                " (fz.all_rows): they are the same anywhere, which buffer_reduce='same' says"
             )
 
 

@@ -34,7 +34,7 @@ from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.step.row_counts import Growth
-from fzero.step.row_kept import warn_of_kept_rows
+from fzero.step.row_kept import kept_rows, warn_of_averages
 from fzero.step.row_traces import row_numbers, traced_with_rows
 from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shapes_of
 
@@ -144,7 +144,6 @@ def _problems(
         return _of_a_share_alone(blue, batch, train, shares)
     program, names = traced
     outputs = program.outputs[: len(names)]
-    _warn_of_kept_rows(blue, batch, train, traced)
     follow, kinds = _followed(program, rows, set(), in_parts)
     # What all shares divide by alike are sums; another reason may lie behind one that is none.
     while alike := {
@@ -169,6 +168,7 @@ def _problems(
     growth = Growth(program, rows, dict.fromkeys(others, 0))
     for name, problem in _miscounted(program, names, kinds, growth).items():
         found.setdefault(name, problem)
+    _look_at_buffers(blue, batch, train, traced, rows, growth)
     return list(found.items())
 
 
@@ -184,7 +184,7 @@ def _of_a_share_alone(
     share = every // shares
     whole = _traced(blue, batch, train, every, every)
     if not isinstance(whole, Exception):
-        _warn_of_kept_rows(blue, batch, train, whole)
+        _look_at_buffers(blue, batch, train, whole)
         return []
     if "broadcast" not in str(whole) or isinstance(
         _traced(blue, batch, train, share, every), Exception
@@ -194,13 +194,30 @@ def _of_a_share_alone(
     return [("", f"takes the {share} rows of one share, and cannot take all {every} ({said})")]
 
 
-def _warn_of_kept_rows(
-    blue: Blueprint, batch: Inputs, train: bool, traced: tuple[Program, list[str]]
-) -> None:
+def _look_at_buffers(
+    blue: Blueprint, batch: Inputs, train: bool, traced: tuple[Program, list[str]],
+    num_rows: int = 0, growth: Growth | None = None,
+) -> None:  # fmt: skip
+    """Warns of float buffers that are averaged and are no means.
+
+    Args:
+        blue: the blueprint of the step.
+        batch: its batch.
+        train: whether the step trains.
+        traced: the loss, and what it gives before its new buffers.
+        num_rows: with how many rows, where `growth` is given.
+        growth: how values grow with the number of rows, where that is known.
+    """
+    if not train or blue.group.row_shares == 1:
+        return
     program, names = traced
-    if train and blue.group.row_shares > 1:
-        rows = program.inputs[: len(jax.tree.leaves(batch.rows))]
-        warn_of_kept_rows(blue.model, program, rows, program.outputs[len(names) :])
+    new = program.outputs[len(names) :]
+    kept = kept_rows(program, program.inputs[: len(jax.tree.leaves(batch.rows))], new)
+    sums = [False] * len(new)
+    if growth is not None:
+        kinds = _followed(program, num_rows, set(), False)[1]  # those of all devices are alike
+        sums = [_is_var(out) and kinds.get(out) is Kind.SUM and growth(out) == 1 for out in new]
+    warn_of_averages(blue.model, kept, sums)
 
 
 def _is_var(value: Any) -> bool:
