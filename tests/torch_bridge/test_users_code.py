@@ -226,6 +226,55 @@ def test_what_counts_is_no_cache(what: str) -> None:
         tb.convert(KeepsAttributes(what), torch.randn(2, 5, 4))
 
 
+class Anneals(torch.nn.Module):
+    """What reads attributes that something behind its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.scale, self.seen, self.before = 1.0, [0], torch.zeros(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale * len(self.seen) + self.before
+
+    def faded(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.scale *= 0.9
+        return torch.nn.functional.mse_loss(out, y)
+
+    def listed(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0)
+        return torch.nn.functional.mse_loss(out, y)
+
+    def remembered(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.before = out.detach()
+        return torch.nn.functional.mse_loss(out, y)
+
+
+class AnnealsItself(Anneals):
+    """One with a `__call__` of its own."""
+
+    def __call__(self, *args: Any) -> Any:
+        out = super().__call__(*args)
+        self.scale *= 0.9
+        return out
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [("faded", "scale"), ("listed", "seen"), ("remembered", "before")]
+)
+def test_what_a_loss_writes_for_the_next_forward_is_refused(loss: str, said: str) -> None:
+    """Python's state was looked at where the forward ended, and not behind the loss."""
+    module, x = Anneals(), torch.ones(2, 4)
+    with pytest.raises(ConversionError, match=f"changes itself: {said}"):
+        tb.convert(tb.with_loss(module, getattr(module, loss)), x, x)
+    assert (module.scale, module.seen, float(module.before.sum())) == (1.0, [0], 0)
+
+
+def test_what_a_call_writes_behind_its_forward_is_refused() -> None:
+    with pytest.raises(ConversionError, match="changes itself: scale"):
+        tb.convert(AnnealsItself(), torch.ones(2, 4))
+
+
 class Untouchable:
     """What a user's module has beside its functions: nobody may ask it for anything."""
 

@@ -22,9 +22,10 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.calls import around_calls
 from torch_bridge.export.origins import source_line
 from torch_bridge.export.watch.constants import line_that_reads_other, same_constant
-from torch_bridge.export.watch.counts import LEFT, Memory, moved, of_loss, reachable
+from torch_bridge.export.watch.counts import LEFT, Memory, moved, reachable
 from torch_bridge.export.watch.function_caches import computed_anew
 from torch_bridge.export.watch.leftovers import no_leftovers
 
@@ -196,18 +197,10 @@ class PythonState:
 
 @contextlib.contextmanager
 def watch_state(module: torch.nn.Module) -> Iterator[list[PythonState]]:
-    """Record Python's state at the end of each forward (torch.export puts attributes back).
-
-    A loss around the forward is called after that; what it counts in nobody puts back.
-    """
+    """Record Python's state at the end of each call (torch.export puts attributes back)."""
     seen: list[PythonState] = []
-    handle = module.register_forward_hook(lambda *_: seen.append(PythonState(module)))
-    try:
+    with around_calls(module, lambda _: seen.append(PythonState(module))):
         yield seen
-    finally:
-        handle.remove()
-        if seen:
-            seen[-1].counts |= of_loss(module, HARMLESS)
 
 
 _MISSING = object()
