@@ -224,6 +224,26 @@ def test_the_number_of_rows_may_be_logged(line):
     assert metrics["rows"] == 6  # of one device
 
 
+def test_what_saves_time_in_a_forward_that_the_step_calls_is_computed_anew(line):
+    """The module's call of itself is a part of the step's."""
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.table = torch.arange(1.0, 3.0)
+        return x * self.weight * self.table
+
+    def step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    with pytest.warns(tb.PythonStateWarning, match="keeps table, which follows from sizes"):
+        lightning = convert(
+            type("Line", (line,), {"forward": forward, "training_step": step}), tx=optax.sgd(0.1)
+        )
+    plan, ones = tiny.plan(data=2), np.ones((4, 2), np.float32)
+    state = fz.init(lightning.model, lightning.tx, plan)
+    assert fz.train_step(lightning.model, lightning.tx, plan)(state, ones)[1]["loss"] == 2.5
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_configure_optimizers(line, name):
     configure, options, rates = FORMS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ def around_calls(
 ) -> Iterator[None]:
     """While this is open a module's calls begin and end with something.
 
-    They are its hooks, and behind them a `__call__` of its own class: a module with a loss has one,
-    and what it gives is the loss of what the hooks gave.
+    They are all that `module(...)` does: hooks, and behind them a `__call__` of its own class. A
+    module with a loss has one, and gives the loss of what the hooks gave. Calls within a call are
+    parts of it, as where the step of a Lightning module calls the module itself.
 
     Args:
         module: the module.
@@ -26,33 +28,29 @@ def around_calls(
         begin: comes first.
     """
     owner = type(module)
-    own = owner.__call__
-    if own is torch.nn.Module.__call__:
-        handles = [
-            module.register_forward_pre_hook(lambda *_: begin(), prepend=True),
-            module.register_forward_hook(lambda *given: end(given[-1])),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        return
+    own = vars(owner).get("__call__")
+    within = False
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not module:
-            return own(self, *args, **kwargs)
-        begin()
-        out = own(self, *args, **kwargs)
-        other = end(out)
-        return out if other is None else other
+        nonlocal within
+        # (Looked up now: a tracer puts its own in the place of torch.nn.Module's.)
+        run = super(owner, self).__call__ if own is None else partial(own, self)
+        if self is not module or within:
+            return run(*args, **kwargs)
+        within = True
+        try:
+            begin()
+            out = run(*args, **kwargs)
+            other = end(out)
+            return out if other is None else other
+        finally:
+            within = False
 
-    inherited = "__call__" not in vars(owner)
     owner.__call__ = called  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if inherited:
+        if own is None:
             del owner.__call__
         else:
             owner.__call__ = own  # type: ignore[method-assign]
