@@ -101,7 +101,10 @@ class Model(Printed):
         return self._with(init=init)
 
     def with_frozen(self, frozen: Frozen) -> Self:
-        """The same model with other parameters that no step changes."""
+        """The same model with other parameters that no step changes.
+
+        A state goes over to it by `fz.with_optimizer(..., old_model=)`.
+        """
         return self._with(frozen=frozen)
 
     def _with(self, **changes: Any) -> Self:

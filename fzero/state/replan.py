@@ -82,7 +82,7 @@ def replan(
     shapes = new.shapes()
     fields: dict[str, Any] = {"grads": None}
     for name in ("params", "opt_state", "buffers"):
-        fields[name] = _replanned(state, name, old, new)
+        fields[name] = relaid_field(state, name, old, new)
     fields["ema"] = _replanned_averages(state, old, new, fields["params"])
     for name in ("step", "rng"):
         fields[name] = jax.tree.map(
@@ -101,8 +101,8 @@ def replan(
     return TrainState(**fields, **new.statics)
 
 
-def _replanned(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> PyTree:
-    """A field of the state as the new plan keeps it."""
+def relaid_field(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> PyTree:
+    """A field of the state as another layout keeps it."""
 
     def move(path: str, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         by_plan = (name, path) in old.buckets.parked
@@ -139,7 +139,7 @@ def _replanned_averages(
         return None
     if old.ema is None:
         return averages_at(new, params)
-    return _replanned(state, "ema", old, new)
+    return relaid_field(state, "ema", old, new)
 
 
 def averages_at(blue: Blueprint, params: PyTree) -> PyTree:

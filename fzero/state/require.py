@@ -153,10 +153,12 @@ def require_fits(
         raise StateError(
             f"{operation}: the state is not one of this model, optimizer and plan:\n "
             f" {some_of(problems, 8, lines=True)}"
-            "\nMake it with fz.init(model, tx, plan), or bring it over with"
-            " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
-            " old one is: jax.device_put(new, old.sharding); all of a state, such as one that was"
-            " pickled: jax.device_put(state, fz.layout(model, tx, plan).shardings)"
+            "\nMake it with fz.init(model, tx, plan), or bring it over: from another plan with"
+            " fz.replan(state, model, tx, old_plan, new_plan), from another optimizer or a model"
+            " that freezes others (model.with_frozen) with fz.with_optimizer(state, model, old_tx,"
+            " tx, plan, old_model=old_model). A leaf put in by hand goes where the old one is:"
+            " jax.device_put(new, old.sharding); all of a state, such as one that was pickled:"
+            " jax.device_put(state, fz.layout(model, tx, plan).shardings)"
         )
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [
