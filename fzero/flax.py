@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from fzero.axes import AXES, FURTHER
 from fzero.errors import PlanError, StateError
 from fzero.keys import seed_key
-from fzero.links import Context, Mean, split_loss
+from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
 from fzero.precision import called_with
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
@@ -38,6 +38,7 @@ def from_flax(
     *example_args: Any,
     rng: int | None = None,
     axes: Mapping[str, str | None] | None = None,
+    predict: Callable[..., Any] | None = None,
     **example_kwargs: Any,
 ) -> Model:
     """A flax module with a loss, as a model.
@@ -66,10 +67,13 @@ def from_flax(
             `Module.apply` does. Called several times, each call has its own randomness and sees
             the buffers that the one before left. Where the parameters have 16 bits, floats that it
             is called with are rounded to as many; what the loss reads of the batch is as it came.
+            Like any model's it may ask for `step`.
         *example_args: arguments for linen's `init`, arrays or `jax.ShapeDtypeStruct`s.
         rng: seed for linen's initial values, in place of the key given to `fz.init`.
         axes: for other names in the module's annotations the mesh axis that is meant, or `None`
             for none: `{"mlp": "tensor", "embed": None}`.
+        predict: `predict(forward, batch)`, which returns what `predict_step` gives: any tree with
+            a row for each example. Its `forward` runs the module as in evaluation.
         **example_kwargs: keyword arguments for linen's `init`.
 
     Returns:
@@ -83,7 +87,9 @@ def from_flax(
         TypeError: `module` is not a flax module.
         StateError: examples or a seed for an nnx module, which has its values; or (in a step) a
             call that changes the structure or shapes of the buffers.
-        PlanError: an annotation has a name that is no mesh axis and not in `axes`.
+        PlanError: an annotation has a name that is no mesh axis and not in `axes`, or `loss` or
+            `predict` takes other arguments; or (in a step) the module does not take those that it
+            is called with.
 
     Example:
         >>> import fzero as fz, jax.numpy as jnp, numpy as np, optax
@@ -103,13 +109,16 @@ def from_flax(
         raise ImportError(
             "from_flax: flax is not installed; pip install 'fzero[flax]' (or flax>=0.12)"
         ) from error
+    require_takes(loss, "loss(forward, batch)", "from_flax")
+    if predict is not None:
+        require_takes(predict, "predict(forward, batch)", "from_flax")
     if isinstance(module, linen.Module):
         boxed = _linen_init(module, example_args, example_kwargs, rng)
         shapes = None
         if example_args or example_kwargs:
             shapes, _ = jax.eval_shape(boxed, jax.random.key(0))
         shard = _shard(named_leaves(linen.get_partition_spec(shapes)), axes or {})
-        return Model(_unboxed(boxed), _loss(_linen_call(module), loss), shard=shard)
+        return _model(_unboxed(boxed), _linen_call(module), loss, predict, shard)
     if not isinstance(module, nnx.Module):
         raise TypeError(
             f"from_flax: expected an instance of flax.linen.Module or flax.nnx.Module, got"
@@ -123,7 +132,7 @@ def from_flax(
     found, initial = _take_apart(module)
     specs = _flat(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
     named = (("/".join(map(str, path)), _value(spec)) for path, spec in specs)
-    return Model(initial, _loss(found.call, loss), shard=_shard(named, axes or {}))
+    return _model(initial, found.call, loss, predict, _shard(named, axes or {}))
 
 
 def _shard(
@@ -148,29 +157,48 @@ def _shard(
     return found
 
 
-def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """fzero's loss from a user's `loss(forward, batch)`."""
+def _model(
+    init: Any, call: _Call, loss: Callable[..., Any], predict: Callable[..., Any] | None,
+    shard: Shard,
+) -> Model:  # fmt: skip
+    """A model of a user's `loss(forward, batch)` and `predict(forward, batch)`."""
 
     def step_loss(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,
         _ctx: Context | None = None,
     ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
-        current = buffers
-        num_calls = 0
+        own = Context(batch, rng, train, buffers)
+        forward, latest = _calls(call, params, own, _ctx and _ctx.dtype)
+        mean, metrics = split_loss(loss(forward, batch, **asked_for(loss, _ctx or own)))
+        return mean, latest(), metrics
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal current, num_calls
-            ctx = Context(batch, jax.random.fold_in(rng, num_calls), train, current)
-            num_calls += 1
-            args, kwargs = called_with((args, kwargs), params, _ctx and _ctx.dtype)
-            out, new = call(params, ctx, args, kwargs)
-            current = _as_before(current, new)
-            return out
+    def outputs(
+        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, _ctx: Context | None = None
+    ) -> Any:
+        assert predict is not None
+        own = Context(batch, rng, False, buffers)
+        forward, _ = _calls(call, params, own, _ctx and _ctx.dtype)
+        return predict(forward, batch, **asked_for(predict, _ctx or own))
 
-        mean, metrics = split_loss(loss(forward, batch))
-        return mean, current, metrics
+    return Model(init, step_loss, predict=None if predict is None else outputs, shard=shard)
 
-    return step_loss
+
+def _calls(
+    call: _Call, params: PyTree, ctx: Context, dtype: Any
+) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
+    """The module's calls in one pass, and what gives the buffers that the last one left."""
+    current, num_calls = ctx.buffers, 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal current, num_calls
+        rng = jax.random.fold_in(ctx.rng, num_calls)
+        num_calls += 1
+        args, kwargs = called_with((args, kwargs), params, dtype)
+        out, new = call(params, replace(ctx, rng=rng, buffers=current), args, kwargs)
+        current = _as_before(current, new)
+        return out
+
+    return forward, lambda: current
 
 
 def _as_before(old: PyTree, new: PyTree) -> PyTree:
@@ -196,7 +224,14 @@ def _with_flag(
 ) -> dict[str, Any]:
     """Keyword arguments with the function's own train flag set, unless the caller set it."""
     signature = inspect.signature(function)
-    given = signature.bind_partial(*args, **kwargs).arguments
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise PlanError(
+            f"from_flax: the module is called with what it does not take: {error}; expected"
+            f" {function.__qualname__}{signature}. Random keys (rngs=) are not given: each call"
+            " draws from the step's key by itself, whatever the streams' names"
+        ) from None
     flags = {
         name: train == in_training
         for name, in_training in _FLAGS.items()

@@ -133,8 +133,9 @@ class Model(Printed):
             return chain[:-1]
         raise PlanError(
             "predict_step: expected a model that says what its outputs are: fz.Model(...,"
-            " predict=lambda params, buffers, batch, rng: outputs), or an fz.Sequential whose loss"
-            " is given by itself (loss=...) or whose outputs are (predict=...)"
+            " predict=lambda params, buffers, batch, rng: outputs), fz.from_flax(..., predict="
+            "lambda forward, batch: outputs), or an fz.Sequential whose loss is given by itself"
+            " (loss=...) or whose outputs are (predict=...)"
         )
 
     @property

@@ -53,9 +53,14 @@ def loss(forward, batch):
 
 
 def make(kind, rate=0.0):
+    return remade(kind, loss, rate)
+
+
+def remade(kind, loss, rate=0.0, **options):
     if kind == "linen":
-        return fz.from_flax(LinenNet(rate), loss, jax.ShapeDtypeStruct((2, NUM_IN), jnp.float32))
-    return fz.from_flax(NnxNet(nnx.Rngs(0), rate), loss)
+        example = jax.ShapeDtypeStruct((2, NUM_IN), jnp.float32)
+        return fz.from_flax(LinenNet(rate), loss, example, **options)
+    return fz.from_flax(NnxNet(nnx.Rngs(0), rate), loss, **options)
 
 
 @cache
@@ -515,6 +520,44 @@ def test_what_is_refused():
         fz.StateError, match=r"by path\): losses/aux/1: none became \(2,\)\..*intermediates"
     ):
         model.loss(params, buffers, jnp.ones(2), jax.random.key(0), True)
+
+
+def test_a_loss_of_other_arguments_is_refused_when_the_model_is_made():
+    example = np.zeros((2, NUM_IN), np.float32)
+    with pytest.raises(fz.PlanError, match=r"from_flax: .* loss\(forward, batch\), got .*train"):
+        fz.from_flax(LinenNet(), lambda forward, batch, train: 0.0, example)
+    with pytest.raises(fz.PlanError, match=r"from_flax: .* predict\(forward, batch\), got"):
+        fz.from_flax(LinenNet(), loss, example, predict=lambda batch: batch)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_what_a_module_does_not_take_is_refused_by_name(kind):
+    given = make(kind)
+    keys = {"dropout": jax.random.key(0)}
+    model = remade(kind, lambda forward, batch: forward(batch["x"], rngs=keys).mean())
+    params, buffers = given.init(jax.random.key(0)) if kind == "linen" else given.init
+    with pytest.raises(fz.PlanError, match=r"'rngs'; expected .*__call__\(x.*step's key"):
+        model.loss(params, buffers, batch_at(0), jax.random.key(0), True)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_predictions_are_those_of_the_module_in_evaluation(kind):
+    """From the running statistics, without dropout."""
+    model = remade(kind, loss, predict=lambda forward, batch: {"out": forward(batch["x"])})
+    plan, tx = fz.Plan(zero=3, data=2, min_shard_bytes=0), optax.sgd(0.1)
+    state, batch = fz.init(model, tx, plan), batch_at(0)
+    found = fz.predict_step(model, plan)(state, batch)["out"]
+    seen = []
+    plain = remade(kind, lambda forward, batch: seen.append(forward(batch["x"])) or 0.0)
+    plain.loss(host(state.params), host(state.buffers), batch, jax.random.key(0), False)
+    np.testing.assert_allclose(found, seen[0], 1e-5, 1e-6)
+
+
+def test_a_loss_may_ask_for_the_step():
+    model = remade("linen", lambda forward, batch, step: forward(batch["x"]).mean() * 0 + step)
+    plan, tx = fz.Plan(data=1), optax.sgd(0.1)
+    state = fz.init(model, tx, plan).replace(step=3)
+    assert float(fz.train_step(model, tx, plan)(state, batch_at(0))[1]["loss"]) == 3
 
 
 def test_fzero_works_without_flax():

@@ -118,8 +118,9 @@ def predict_step(
 ) -> PredictStep:
     """Builds a step that gives the model's outputs for each example, in evaluation mode.
 
-    Outputs are those of `Model(predict=)` or `Sequential(predict=)`, or what a `Sequential`'s chain
-    gives before its loss. Of a PyTorch module (`converted.model`) they are what its forward gives.
+    Outputs are those of `predict=` of the model (`Model`, `Sequential`, `from_flax`), or what a
+    `Sequential`'s chain gives before its loss. Of a PyTorch module (`converted.model`) they are
+    what its forward gives.
 
     Args:
         model: the model.
