@@ -121,6 +121,11 @@ class Rows:
     num: int
     order: tuple[int, ...]
 
+    @classmethod
+    def in_order(cls, num: int) -> Rows:
+        """As many rows as layers, as stacks have them that no pipeline cuts."""
+        return cls(num, tuple(range(num)))
+
     @property
     def filled(self) -> bool:
         """Whether some rows are no layers."""
@@ -133,7 +138,7 @@ class Rows:
     def of_leaf(self, leaf: Any) -> Rows:
         """These, or rows in order for a leaf with another number of them."""
         num = leaf.shape[0]
-        return self if num == self.num else Rows(num, tuple(range(num)))
+        return self if num == self.num else Rows.in_order(num)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import optax
 
 from fzero.compat import is_key, key_bits
 from fzero.errors import FzeroError, PlanError
-from fzero.optimizer.layers import Scope, scope_of
+from fzero.optimizer.layers import Rows, Scope, scope_of, stack_of
 from fzero.tree import PyTree, named_leaves, same_structure
 
 
@@ -87,9 +87,39 @@ class Optimizer:
         """
         key = shape_key(params)
         if key not in self._traced:
-            with scope_of(self.scope):
-                self._traced[key] = traced(self.tx, params)
+            try:
+                with scope_of(self.scope):
+                    self._traced[key] = traced(self.tx, params)
+            except PlanError as error:
+                self._require_any_rows(params, error)
+                raise
         return self._traced[key]
+
+    def _require_any_rows(self, params: PyTree, error: PlanError) -> None:
+        """Raises `PlanError` if what failed works with the layers of stacks and no other rows."""
+        filled = {name: rows for name, rows in self.scope.stacks.items() if rows.filled}
+        if not filled:
+            return
+        alone = {name: Rows.in_order(len(rows.order)) for name, rows in filled.items()}
+
+        def of_layers(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            rows = alone.get(stack_of(path, alone) or "")
+            shape = leaf.shape if rows is None else (rows.num, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        try:
+            with scope_of(replace(self.scope, stacks={**self.scope.stacks, **alone})):
+                traced(self.tx, jax.tree_util.tree_map_with_path(of_layers, params))
+        except PlanError:
+            return
+        kept = [f"{name!r} has {len(x.order)} layers in {x.num} rows" for name, x in filled.items()]
+        raise PlanError(
+            "train_step: the optimizer takes as many rows of a Stack as it has layers, and a"
+            f" pipeline keeps others besides (TrainState.rows): {', '.join(kept)}"
+            f" ({error.__cause__ or error}). Say fz.per_layer(tx), for the whole optimizer or for"
+            " the part of its chain that tells layers apart: it then sees each layer as a leaf of"
+            " its own, with its number in the path (blocks/w/0, blocks/w/1, ...)"
+        ) from error
 
 
 def shape_key(params: PyTree) -> Any:

@@ -146,5 +146,5 @@ def _known(params: PyTree, stacks: Sequence[str] | None) -> Scope:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_layers)[0]:
         stack = stack_of(path, named)
         if stack is not None and not is_layers(leaf):
-            found[stack] = Rows(leaf.shape[0], tuple(range(leaf.shape[0])))
+            found[stack] = Rows.in_order(leaf.shape[0])
     return replace(scope, stacks={**found, **scope.stacks})

@@ -158,7 +158,7 @@ class Blueprint:
         def rows(stack: Stack) -> Rows:
             home = self.home_of(stack.name)
             if home is None or not home.rows:
-                return Rows(stack.num, tuple(range(stack.num)))
+                return Rows.in_order(stack.num)
             return Rows(len(home.rows), tuple(home.order.tolist()))
 
         stacks = {link.name: rows(link) for link in self.model.layers if isinstance(link, Stack)}

@@ -66,6 +66,34 @@ def test_an_init_that_fails_is_told_what_it_was_given(tx, match):
         fz.init(stacked(frozenset({"first"})), tx, plan(data=1))
 
 
+def by_depth(layers, in_init=False):
+    """Rates for each layer of the stack, as an optimizer has them that knows how many there are."""
+    rates = 0.8 ** np.arange(layers, dtype=np.float32)
+
+    def of(tree):
+        def scaled(leaf):
+            return leaf * rates.reshape(-1, *[1] * (leaf.ndim - 1))
+
+        return {**tree, "blocks": jax.tree.map(scaled, tree["blocks"])}
+
+    if in_init:
+        return optax.GradientTransformation(
+            of, lambda updates, state, params=None: (updates, state)
+        )
+    return optax.stateless(lambda updates, params: of(updates))
+
+
+@pytest.mark.parametrize("in_init", [False, True], ids=["update", "init"])
+def test_numbers_for_each_layer_where_a_pipeline_fills_up_rows_name_per_layer(in_init):
+    """Three layers on two ranks are four rows."""
+    cut = plan(pipe=2, microbatches=2)
+    match = r"'blocks' has 3 layers in 4 rows \(.*\(4, .*\)\. Say fz\.per_layer\(tx\)"
+    with pytest.raises(fz.PlanError, match=match):
+        fz.init(stacked(), fz.as_stacked(by_depth(3, in_init)), cut)
+    with pytest.raises(fz.PlanError, match=r"cannot be used(?!.*per_layer)"):
+        fz.init(stacked(), fz.as_stacked(by_depth(5, in_init)), cut)
+
+
 @pytest.mark.parametrize("leaf", [0, 1.5, True, "sgd"], ids=repr)
 def test_a_state_has_arrays_only(leaf):
     tx = optax.GradientTransformation(lambda _: {"kept": [None, leaf]}, optax.identity().update)
