@@ -51,11 +51,11 @@ class Model(Printed):
             stored and read like others, in the dtype given, and cost nothing else: no gradient, no
             part in its norm, no optimizer state, no second copy in mixed precision.
         buffer_reduce: how the devices' values of a buffer become one, by its path (or that of some
-            of them together), or one word for all: `mean`; `sum`, of what each device adds; `max`;
-            `same`, where all have one value as it is (which nobody checks). Floats are averaged by
-            default. Integers that depend on nothing but buffers (step counters) are the same
-            anyway; others, those that count rows too, have no default, and a step that meets one
-            says so.
+            of them together), or one word for all: `mean`; `sum`, of what each device adds to the
+            old value (a decay of that would be added as often); `max`; `same`, where all have one
+            value as it is (which nobody checks). Floats are averaged by default. Integers that
+            depend on nothing but buffers (step counters) are the same anyway; others, those that
+            count rows too, have no default, and a step that meets one says so.
         predict: `predict(params, buffers, batch, rng) -> outputs`, for `fz.predict_step`: a pytree
             with a row for each example.
         shard: which dims of which parameters lie along which further mesh axis of a plan, by their

@@ -58,6 +58,26 @@ MEANS = {
 }
 
 
+DECAYS = {
+    "a decay": lambda x, kept: 0.9 * kept + 0.1 * x.sum(0),
+    "towards a sum": lambda x, kept: kept + 0.1 * (x.sum(0) - kept),
+    "a quotient": lambda x, kept: (kept + x.sum(0)) / 1.1,
+    "where some are": lambda x, kept: jnp.where(x.sum(0) > 0, kept * 0.5 + x.sum(0), kept),
+    "counts": lambda x, kept: (kept * 0.9).at[jnp.argmax(x, 1)].add(0.1),
+}
+COUNTS = {
+    "a sum": lambda x, kept: kept + x.sum(0),
+    "by index": lambda x, kept: kept.at[jnp.argmax(x, 1)].add(1.0),
+    "of some": lambda x, kept: jnp.where(x.sum(0) > 0, kept + x.sum(0), kept),
+    "of what is nearest before": lambda x, kept: (
+        kept + jax.nn.one_hot(jnp.argmax(x @ kept.T * 0.5, 1), 32).T @ jnp.ones((len(x), 6))
+    ),
+    "of products with those before": lambda x, kept: (
+        kept.at[0].add((x * (kept[0] * 0.5)).sum(0)) - 0.1 * jnp.sum(x)
+    ),
+}
+
+
 def said(model, plan=None, step=fz.train_step):
     plan = plan or Plan(data=8)
     devices = jax.devices()[: plan.data]
@@ -100,8 +120,22 @@ def test_means_and_the_rows_of_all_are_not(note, microbatches):
 def test_nothing_is_said_where_a_model_says_it_or_rows_are_not_shared_out():
     assert said(plain(queue, buffer_reduce={"kept": "same"})) == []
     assert said(plain(queue, buffer_reduce="mean")) == []
+    assert said(plain(DECAYS["a decay"], buffer_reduce="same")) == []
     assert said(plain(queue), plan=Plan(data=1, microbatches=2)) == []
     assert said(plain(queue), step=fz.eval_step) == []
+
+
+@pytest.mark.parametrize("note", DECAYS.values(), ids=DECAYS)
+def test_a_declared_sum_that_decays_is_named(note):
+    found = said(plain(note, buffer_reduce={"kept": "sum"}))
+    assert [text.partition(" adds up")[0] for text in found] == [
+        "buffers/kept: buffer_reduce='sum'"
+    ]
+
+
+@pytest.mark.parametrize("note", COUNTS.values(), ids=COUNTS)
+def test_a_declared_sum_of_what_rows_add_is_not(note):
+    assert said(plain(note, buffer_reduce={"kept": "sum"})) == []
 
 
 def test_with_the_rows_of_all_and_one_word_a_queue_is_that_of_one_device():

@@ -5,8 +5,8 @@
 - `checks`: what a shell refuses before anything runs; `scalars`: numbers, and a key, that users
   wrote into the state.
 - `row_sums`: whether a loss is a sum over rows; `row_counts`: whether it counts as one;
-  `row_buffers`: whether buffers count rows, `row_kept`: whether they keep them; `row_traces` traces
-  with other numbers of rows.
+  `row_buffers`: whether buffers count rows, `row_kept`: whether they keep them, `row_decays`:
+  whether sums decay; `row_traces` traces with other numbers of rows.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or

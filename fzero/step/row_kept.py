@@ -38,7 +38,7 @@ def warn_of_averages(model: Model, kept: Sequence[bool], sums: Sequence[bool]) -
     """
     names = [path for path, _ in named_leaves(initial_shapes(model)[1])]
     for path, keeps, adds in zip(names, kept, sums, strict=True):
-        if (keeps or adds) and _averaged(model, path):
+        if (keeps or adds) and declared_of(model, path) is None:
             does = "keeps rows of the batch" if keeps else "adds up rows of the batch"
             warn(
                 f"buffers/{path} {does}, of which each device has its own: devices' values are"
@@ -47,13 +47,13 @@ def warn_of_averages(model: Model, kept: Sequence[bool], sums: Sequence[bool]) -
             )
 
 
-def _averaged(model: Model, path: str) -> bool:
-    """Whether nobody says how devices' values of a buffer become one."""
+def declared_of(model: Model, path: str) -> str | None:
+    """What a model says of how devices' values of a buffer become one, if anything."""
     for layer in model.layers:
         own = path.removeprefix(f"{layer.name}/") if layer.name else path
         if not layer.name or own != path:
-            return declared_reduction(layer, own) is None
-    return False
+            return declared_reduction(layer, own)
+    return None
 
 
 def kept_rows(program: Program, rows: Collection[Var], outputs: Sequence[Any]) -> list[bool]:

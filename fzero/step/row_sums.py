@@ -34,6 +34,7 @@ from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.step.row_counts import Growth
+from fzero.step.row_decays import warn_of_decays
 from fzero.step.row_kept import kept_rows, warn_of_averages
 from fzero.step.row_traces import row_numbers, traced_with_rows
 from fzero.tree import PyTree, is_plain, is_traced, leaf_keys, shapes_of
@@ -198,7 +199,7 @@ def _look_at_buffers(
     blue: Blueprint, batch: Inputs, train: bool, traced: tuple[Program, list[str]],
     num_rows: int = 0, growth: Growth | None = None,
 ) -> None:  # fmt: skip
-    """Warns of float buffers that are averaged and are no means.
+    """Warns of float buffers that are averaged and are no means, and of sums that decay.
 
     Args:
         blue: the blueprint of the step.
@@ -211,13 +212,15 @@ def _look_at_buffers(
     if not train or blue.group.row_shares == 1:
         return
     program, names = traced
-    new = program.outputs[len(names) :]
-    kept = kept_rows(program, program.inputs[: len(jax.tree.leaves(batch.rows))], new)
+    new, rows = program.outputs[len(names) :], program.inputs[: len(jax.tree.leaves(batch.rows))]
+    kept = kept_rows(program, rows, new)
     sums = [False] * len(new)
     if growth is not None:
         kinds = _followed(program, num_rows, set(), False)[1]  # those of all devices are alike
         sums = [_is_var(out) and kinds.get(out) is Kind.SUM and growth(out) == 1 for out in new]
     warn_of_averages(blue.model, kept, sums)
+    old = program.inputs[-2 - len(new) : -2]  # before the key and the step
+    warn_of_decays(blue.model, program, rows, old, new)
 
 
 def _is_var(value: Any) -> bool:
