@@ -32,6 +32,7 @@ from fzero.exchange.rows import AGREED
 from fzero.pieces import chain_loss
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.buffers import has_mean
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.step.row_counts import Growth
 from fzero.step.row_decays import warn_of_decays
@@ -86,7 +87,8 @@ def looked_at(done: bool) -> AbstractContextManager[None]:
 def warn_of_rows_together(
     blue: Blueprint, batch: Inputs, train: bool, microbatches: int = 1
 ) -> None:
-    """Warns, once of a model and a kind of batch, of loss and metrics that are no sums over rows.
+    """Warns, once of a model and a kind of batch, of loss and metrics that are no sums over rows,
+    and of buffers that are no means over them.
 
     Args:
         blue: the blueprint of the step.
@@ -95,18 +97,24 @@ def warn_of_rows_together(
         microbatches: that its rows come in.
     """
     devices = blue.group.row_shares
-    if devices * microbatches == 1 or _LOOKED_AT.get():
+    losses = not _LOOKED_AT.get()
+    # Where losses are looked at, so are buffers. For these alone a trace is worth it where they are
+    # tables, of examples or codes: one dim is a running statistic nearly always.
+    tables = [x for x in jax.tree.leaves(blue.buffers) if len(x.shape) > 1 and has_mean(x)]
+    buffers = train and devices > 1 and bool(tables)
+    if devices * microbatches == 1 or not (losses or buffers):
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
     in_parts = microbatches > 1
-    key = ("row sums", structure, kinds, train, in_parts, tracing_context())
+    key = ("row sums", structure, kinds, train, in_parts, losses, tracing_context())
     known = memo(blue.model)
     if key not in known:
         known[key] = True
         over = {"devices": devices, "microbatches": microbatches}
         shared = " and ".join(f"{num} {name}" for name, num in over.items() if num > 1)
-        for name, problem in _problems(blue, batch, train, devices * microbatches, in_parts):
+        problems = _problems(blue, batch, train, devices * microbatches, in_parts)
+        for name, problem in problems if losses else ():
             what = f"metric {name!r}" if name else "loss"
             too = "" if name else ", and so is its gradient"
             warn(

@@ -395,3 +395,26 @@ def test_a_loss_of_torch_is_told_where_it_belongs(rolled: bool) -> None:
 
 def _raises(forward: Any, batch: Any) -> Any:
     raise TypeError("of the user")
+
+
+class Queueing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("queue", torch.zeros(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.queue.copy_(torch.cat([x.detach(), self.queue[: -len(x)]]))
+        return x
+
+
+def test_a_queue_of_examples_is_said_to_be_averaged_over_devices() -> None:
+    module, batches = Queueing(), [(torch.ones(8, 3), torch.zeros(8, 3))]
+    for plan, named in ((fz.Plan(), True), (ONE, False)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+            tb.fit(module, batches, nn.MSELoss(), optimizer=sgd, plan=plan)
+        told = [str(w.message) for w in found if "buffers/queue keeps rows" in str(w.message)]
+        assert len(told) == named
