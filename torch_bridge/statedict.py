@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from fzero.weight_records import Quantized, impossible
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.module.lazy_tensor import LazyTensor, in_memory
+from torch_bridge.module.misfits import misfits, most_begin_with, refuse_misfits, tell_left_out
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.quantisers import refuse_quantised
 from torch_bridge.module.weights import to_host, to_torch
@@ -287,7 +287,8 @@ def load_state_dict(
         mapping: tensors (or arrays) by `state_dict` name. A tied tensor may be there under one of
             its names or under several with equal values.
         strict: refuse missing and unexpected names and other dtypes. With False, what is missing
-            keeps the module's initial value, unexpected names are ignored and dtypes are cast.
+            keeps the module's initial value, unexpected names are ignored (a warning names both)
+            and dtypes are cast.
             Other shapes and contradicting ties are refused either way.
 
     Returns:
@@ -317,7 +318,7 @@ def load_state_dict(
             problems.append(f"value: `{leaf.name}`: {error}")
             continue
         (params if leaf.is_param else buffers)[leaf.name] = value
-    _refuse(problems)
+    refuse_misfits(problems)
     return converted.by_layer(params, buffers)
 
 
@@ -340,8 +341,9 @@ def fit_leaves(
     Args:
         converted: the module or chain.
         tensors: by `state_dict` name. Tied ones are compared, where several are there.
-        strict: refuse missing and unexpected names; batch norm's count of batches, which older
-            files do not have, keeps its value, as in PyTorch.
+        strict: refuse missing and unexpected names, else warn of them; batch norm's count of
+            batches, which older files do not have, keeps its value, as in PyTorch, and names that
+            the module's own library leaves out of such files are left out.
         cast: accept other dtypes.
         masters: give parameters of 16 bits that have float32 masters as these: as they are in the
             checkpoint, or widened.
@@ -362,37 +364,36 @@ def fit_leaves(
     problems: list[str] = []
     found: dict[str, LazyTensor] = {}
     leaf_of = converted.layout.leaf_of()
+    adapters = converted.adapters.values() if isinstance(converted, Converted) else ()
+    added = {name for one in adapters for name in one.keys if name not in one.of_base}
     inner = module_names(tensors, leaf_of)
-    tensors = {inner[name]: tensor for name, tensor in tensors.items()}
+    tensors = {own: tensors[name] for name, own in inner.items()}
     refuse_quantised(tensors, leaf_of)
+    kept: list[str] = []
+    unused = [name for name in tensors if not (name in leaf_of or converted.layout.ignores(name))]
     if strict:
-        problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]
+        problems += [f"unexpected: `{name}`" for name in unused]
     for leaf in converted.layout.leaves:
         given = {n: _in_blocks(leaf, tensors[n]) for n in leaf.names if n in tensors}
         if given:
             widened = masters and _has_master(converted, leaf)
             rounded = wide and leaf.dtype in _16_BITS
-            problems += _misfits(leaf, given, cast, widened or rounded)
+            problems += misfits(leaf, given, cast, widened or rounded)
             first = next(iter(given.values()))
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
         elif strict and leaf.expected:
             problems.append(f"missing: `{leaf.name}`")
+        elif leaf.expected and leaf.name not in added:
+            kept.append(leaf.name)
     if leaf_of and not (found or problems):
         names = f", such as `{next(iter(tensors))}`," if tensors else " (there are none)"
         own = next(iter(leaf_of))
         problems.append(f"none of its names{names} is one of the module's, such as `{own}`")
-    _refuse(problems, "cast=True" if masters else "strict=False", _before(tensors, leaf_of))
+    before = most_begin_with(tensors, leaf_of)
+    refuse_misfits(problems, "cast=True" if masters else "strict=False", before)
+    if not strict:
+        tell_left_out(kept, unused, before)
     return found
-
-
-def _before(names: Iterable[str], known: Collection[str]) -> str:
-    """What most names of a file begin with in addition to the module's, if most do."""
-    names = list(names)
-    ends = (((words := name.split("."))[:i], words[i:]) for name in names
-            for i in range(1, name.count(".") + 1))  # fmt: skip
-    found = Counter(".".join(head) for head, tail in ends if ".".join(tail) in known)
-    (prefix, count), *_ = found.most_common(1) or [("", 0)]
-    return f"{prefix}." if 2 * count > len(names) else ""
 
 
 def _in_blocks(leaf: Leaf, tensor: LazyTensor) -> LazyTensor:
@@ -431,62 +432,11 @@ def _checked(records: LazyTensor) -> LazyTensor:
     return dataclasses.replace(records, fetch=fetch)
 
 
-def _refuse(problems: list[str], casts: str = "strict=False", before: str = "") -> None:
-    """Says what does not fit, and which argument would have it so.
-
-    Args:
-        problems: what does not.
-        casts: the argument for dtypes.
-        before: what names have in addition to the module's.
-    """
-    if not problems:
-        return
-    kinds = {problem.partition(":")[0] for problem in problems}
-    remedies = [f"{casts} casts dtypes."] if "dtype" in kinds else []
-    if kinds & {"missing", "unexpected"}:
-        remedies.insert(0, "strict=False accepts missing and unexpected names.")
-    if before and "missing" in kinds:
-        remedies.insert(0, f"Its names begin with {before!r}: tb.restore(..., prefix={before!r}).")
-    raise CheckpointError(
-        f"the state_dict does not fit the module in {len(problems)} place(s):\n  "
-        + "\n".join(["\n  ".join(problems), *remedies])
-    )
-
-
 def _has_master(converted: Converted | ConvertedSequential, leaf: Leaf) -> bool:
     """Whether a training state has a parameter of 16 bits as float32."""
     learns = leaf.is_param and not leaf.frozen
     return converted.masters and learns and leaf.dtype in _16_BITS
 
 
-def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool, widened: bool) -> list[str]:
-    problems: list[str] = []
-    for name, tensor in given.items():
-        same = tensor.torch_dtype == leaf.dtype or (widened and tensor.torch_dtype == torch.float32)
-        if tensor.shape != leaf.shape:
-            problems.append(f"shape: `{name}` is {tensor.shape}, expected {leaf.shape}")
-        elif tensor.torch_dtype.is_complex and not leaf.dtype.is_complex:
-            problems.append(f"complex: `{name}` is no {leaf.dtype}: its imaginary part would go")
-        elif not same and (leaf.dense or not cast):
-            problems.append(f"dtype: `{name}` is {tensor.torch_dtype}, expected {leaf.dtype}")
-    if problems:
-        return problems
-    (name, first), *others = given.items()
-    return [
-        f"tied: `{name}` and `{other}` are one weight but differ"
-        for other, tensor in others
-        if tensor.fetch is not first.fetch and not _same_bits(tensor.tensor(), first.tensor())
-    ]
-
-
 def _tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else to_torch(value)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.numel() == 0 or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
-        return True
-    raw = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(raw[0], raw[1])  # bits, so that NaN equals itself

@@ -193,6 +193,8 @@ def test_everything_that_does_not_fit_is_listed_at_once(net: Net, converted: tb.
     ):
         assert part in message
     assert message.endswith("accepts missing and unexpected names.\nstrict=False casts dtypes.")
+    assert "resize_token_embeddings(n)" in message
+    assert "ignore_mismatched_sizes=True" in message
 
 
 def test_the_count_of_batches_may_be_missing_as_in_pytorch(tmp_path: Path) -> None:
@@ -234,15 +236,37 @@ def test_what_is_advised_helps(net: Net, converted: tb.Converted, tmp_path: Path
 
 def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb.Converted) -> None:
     part = {"a.bias": torch.arange(4), "other": torch.ones(1)}
-    params, _ = tb.load_state_dict(converted, part, strict=False)
+    with pytest.warns(UserWarning, match=r"not in the file.*; in the file, .*: 1 \(`other`\)\."):
+        params, _ = tb.load_state_dict(converted, part, strict=False)
     np.testing.assert_array_equal(params["a.bias"], np.arange(4, dtype=np.float32))
     np.testing.assert_array_equal(params["b.bias"], converted.params["b.bias"])
     with pytest.raises(CheckpointError, match=r"shape: `a.bias`"):
         tb.load_state_dict(converted, {"a.bias": torch.ones(9)}, strict=False)
+    many = {**net.state_dict(), "norm.num_batches_tracked": torch.tensor(2**40)}
     with pytest.raises(CheckpointError, match="do not fit into int32"):
-        tb.load_state_dict(
-            converted, {"norm.num_batches_tracked": torch.tensor(2**40)}, strict=False
-        )
+        tb.load_state_dict(converted, many, strict=False)
+
+
+def test_what_a_file_does_not_set_is_told(net: Net, converted: tb.Converted) -> None:
+    whole = net.state_dict()
+    tb.load_state_dict(converted, whole, strict=False)  # without a word
+    del whole["a.bias"], whole["norm.num_batches_tracked"]  # older files have no such count
+    told = r"^strict=False: not in the file, and kept as they were: 1 \(`a\.bias`\)\.$"
+    with pytest.warns(UserWarning, match=told):
+        tb.load_state_dict(converted, whole, strict=False)
+    within = {f"net.{name}": value for name, value in whole.items()}
+    told = r"not used: 8 \(.* and 2 more\)\. The file's names begin .* prefix='net\.'\.$"
+    with pytest.warns(UserWarning, match=told):
+        tb.load_state_dict(converted, {**within, "a.bias": torch.ones(4)}, strict=False)
+
+
+def test_averages_of_a_module_are_read(net: Net, converted: tb.Converted) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(net).state_dict()
+    assert "n_averaged" in averaged
+    params, _ = tb.load_state_dict(converted, averaged)
+    np.testing.assert_array_equal(params["a.bias"], converted.params["a.bias"])
+    with pytest.raises(CheckpointError, match="unexpected: `n_averaged`"):
+        tb.load_state_dict(converted, {**net.state_dict(), "n_averaged": torch.tensor(1)})
 
 
 @pytest.mark.parametrize(

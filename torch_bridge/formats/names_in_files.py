@@ -6,7 +6,7 @@ table is taken here, and what it joins is read piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy_array import Index
 from torch_bridge.module.lazy_tensor import LazyTensor
+from torch_bridge.module.names import Layout
 
 
 def named_as_in_the_module(
-    path: Path, tensors: dict[str, LazyTensor], names: Collection[str]
+    path: Path, tensors: dict[str, LazyTensor], layout: Layout
 ) -> dict[str, LazyTensor]:
     """Tensors of a folder by the names that a module of transformers has for them.
 
@@ -26,7 +27,7 @@ def named_as_in_the_module(
         path: a folder with a config.json beside the files, or one of them; of any other the names
             stay.
         tensors: by their names in the files.
-        names: of the module: it may be the model without its head, or another of that kind.
+        layout: of the module: it may be the model without its head, or another of that kind.
 
     Returns:
         The tensors by their new names; what the table does not know keeps its own.
@@ -39,10 +40,10 @@ def named_as_in_the_module(
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # older than such tables
         return tensors
-    module = _module_of(path if path.is_dir() else path.parent)
+    module = _module_of(path if path.is_dir() else path.parent, layout.kind)
     if module is None:
         return tensors
-    own = dict.fromkeys(names, True)
+    own = dict.fromkeys(layout.leaf_of(), True)
     table = get_model_conversion_mapping(module)
     renames = [one for one in table if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in table if isinstance(one, loading.WeightConverter)]
@@ -67,8 +68,12 @@ def named_as_in_the_module(
     return found
 
 
-def _module_of(folder: Path) -> Any:
-    """The module that a folder is of, without memory; `None` if its config does not say."""
+def _module_of(folder: Path, own: str) -> Any:
+    """The module that a folder is of, without memory; `None` if its config does not say.
+
+    Older configs have no `architectures`, and only say which family they are of: it is of class
+    `own` then, if that is one of this family, or the family's model without a head.
+    """
     if not (folder / "config.json").is_file():
         return None
     import transformers
@@ -78,7 +83,9 @@ def _module_of(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        kind = getattr(transformers, (config.architectures or [""])[0])
+        kind = getattr(transformers, (config.architectures or [own])[0], None)
+        if not config.architectures and getattr(kind, "config_class", None) is not type(config):
+            kind = transformers.MODEL_MAPPING[type(config)]
         if not issubclass(kind, transformers.PreTrainedModel):
             return None
         with torch.device("meta"):

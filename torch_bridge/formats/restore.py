@@ -79,7 +79,8 @@ def restore(
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
             was an attribute of a LightningModule; so does "model"); others are left out. What
             `torch.compile` and `DistributedDataParallel` put before names is found without it.
-        strict: refuse missing and unexpected names. What is missing keeps its initial value else.
+        strict: refuse missing and unexpected names. Else what is missing keeps its initial value,
+            and a warning names it, and what of the file is not used.
         cast: accept other dtypes of the weights, and convert them as they are read. Float32 values
             of a parameter of 16 bits are its master, and need none; nor do those of DeepSpeed's
             files, which have nothing else, where the module has no masters.
@@ -121,7 +122,7 @@ def restore(
         found = found.named_as({prefix + name for name in converted.layout.leaf_of()})
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
         if missing_names(converted, tensors):
-            tensors = named_as_in_the_module(Path(path), tensors, converted.layout.leaf_of())
+            tensors = named_as_in_the_module(Path(path), tensors, converted.layout)
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = converted.by_initial()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ _WITHOUT_CHANGES = {
     "torch", "transformers", "diffusers", "timm", "torchvision", "torchaudio", "peft", "lightning",
     "pytorch_lightning", "torchmetrics",
 }  # fmt: skip
+# What transformers leaves out of files of models that have such a buffer, wherever it is in them.
+_ONCE_KEPT = {
+    "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+    "position_ids": r"(^|\.)position_ids$",
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Layout:
     as in an optimizer. They are not kept alive. `written_otherwise` are entries of the `state_dict`
     that hooks of the module rename or change, `read_otherwise` its submodules that change what
     they load. `overlaps` are pairs of buffers in memory that they share, which none may write to.
+    `ignored` are patterns of names that files of other versions have, and what stands before them;
+    `kind` is the name of the module's class.
     """
 
     leaves: tuple[Leaf, ...]
@@ -75,6 +83,8 @@ class Layout:
     written_otherwise: tuple[str, ...] = ()
     read_otherwise: tuple[str, ...] = ()
     overlaps: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[tuple[str, str], ...] = ()
+    kind: str = ""
     tensors: Mapping[str, weakref.ref[torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -82,6 +92,13 @@ class Layout:
     def leaf_of(self) -> dict[str, Leaf]:
         """Every name, aliases included, with its leaf."""
         return {name: leaf for leaf in self.leaves for name in leaf.names}
+
+    def ignores(self, name: str) -> bool:
+        """Whether the module's own library leaves a name that is not here out of a file."""
+        return any(
+            name.startswith(before) and re.search(pattern, name[len(before) :])
+            for before, pattern in self.ignored
+        )
 
     def params_by_id(self) -> dict[int, str]:
         """The leaf's name of each parameter of the module that is still alive, by its `id`."""
@@ -144,7 +161,9 @@ def read_layout(module: torch.nn.Module) -> Layout:
         if not name.endswith("_extra_state") and value is not named.get(name)
     )
     tensors = {name: weakref.ref(named[name]) for name in names}
-    return Layout(leaves, order, written, _that_read_otherwise(module), overlaps, tensors)
+    otherwise, ignored = _that_read_otherwise(module), _hf_ignored(module)
+    kind = type(module).__name__
+    return Layout(leaves, order, written, otherwise, overlaps, ignored, kind, tensors)
 
 
 def _that_read_otherwise(module: torch.nn.Module) -> tuple[str, ...]:
@@ -316,3 +335,20 @@ def _hf_computed(module: torch.nn.Module) -> set[str]:
         for path, child in module.named_modules()
         for key in getattr(child, "_keys_to_ignore_on_save", None) or ()
     }
+
+
+def _hf_ignored(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
+    """What transformers leaves out as it reads a file: masks, angles and places of older versions.
+
+    Its models name patterns, and it has two of its own for what each layer kept once.
+    """
+    found: list[tuple[str, str]] = []
+    for path, child in module.named_modules():
+        if hasattr(child, "_keys_to_ignore_on_load_unexpected"):
+            patterns = [*(child._keys_to_ignore_on_load_unexpected or ())]
+            buffers = [name for name, _ in child.named_buffers()]
+            patterns += [
+                p for end, p in _ONCE_KEPT.items() if any(b.endswith(end) for b in buffers)
+            ]
+            found += [(f"{path}." if path else "", str(pattern)) for pattern in sorted(patterns)]
+    return tuple(found)

@@ -12,6 +12,8 @@ from fzero.errors import ConversionError
 
 # What data-parallel wrappers put before the names of the module inside.
 _PREFIX = re.compile(r"^(module\.)+")
+# What `torch.optim.swa_utils.AveragedModel` counts beside them.
+_COUNT = "n_averaged"
 # What `torch.nn.utils.weight_norm` calls what is a parametrization now.
 _WEIGHT_NORM = re.compile(r"(?<![^.])(\w+)_([gv])$")
 # What wrappers that may stand anywhere put into names.
@@ -107,6 +109,8 @@ def _sharded(what: str) -> str:
 def module_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
     """By the names of a checkpoint those of the module, without what wrappers put into either.
 
+    The count of averages that stands beside the names of a wrapper is left out.
+
     Args:
         names: the checkpoint's.
         known: the module's.
@@ -117,8 +121,9 @@ def module_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]
     """
     plain = {_without_wrappers(name): name for name in known}
     found = {name: name if name in known else _without_wrappers(name) for name in names}
-    if plain.keys().isdisjoint(found.values()) and all(map(_PREFIX.match, found.values())):
-        shorter = {name: _PREFIX.sub("", inner) for name, inner in found.items()}
+    within = {name: inner for name, inner in found.items() if name != _COUNT}
+    if plain.keys().isdisjoint(found.values()) and all(map(_PREFIX.match, within.values())):
+        shorter = {name: _PREFIX.sub("", inner) for name, inner in within.items()}
         found = found if plain.keys().isdisjoint(shorter.values()) else shorter
     for name, inner in found.items():  # as a hook of torch's own renames them
         if inner not in plain and (new := _WEIGHT_NORM.sub(_parametrized, inner)) in plain:

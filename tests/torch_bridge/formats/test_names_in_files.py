@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
-from torch_bridge.formats.names_in_files import concatenated, stacked
+from torch_bridge.formats.names_in_files import _module_of, concatenated, stacked
 from torch_bridge.module.lazy_tensor import in_memory
+from torch_bridge.module.names import read_layout
 
 
 SIZES: dict[str, Any] = {
@@ -61,7 +64,8 @@ def test_a_model_without_its_head_has_those_of_one_with_it(tmp_path: Path) -> No
     model = mixtral()
     model.save_pretrained(tmp_path)
     converted = tb.convert(hf.MixtralModel(model.config).eval(), IDS, train=False)
-    state = tb.restore(tmp_path, converted, None, fz.Plan(data=1), strict=False)  # lm_head is left
+    with pytest.warns(UserWarning, match=r"not used: 1 \(`lm_head\.weight`\)\.$"):
+        state = tb.restore(tmp_path, converted, None, fz.Plan(data=1), strict=False)
     back = tb.state_dict(converted, state)
     for name, want in model.model.state_dict().items():
         assert torch.equal(back[name], want), name
@@ -72,11 +76,36 @@ def test_names_that_fit_are_kept(tmp_path: Path) -> None:
     gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=37, n_embd=8, n_layer=1, n_head=2)).eval()
     gpt2.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    torch.save(gpt2.transformer.state_dict(), tmp_path / "pytorch_model.bin")
-    with_more = tb.lora(tb.convert(gpt2.transformer, IDS, train=False), rank=2)
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 9, 9)}  # of older versions
+    torch.save(gpt2.transformer.state_dict() | masks, tmp_path / "pytorch_model.bin")
+    plain = tb.convert(gpt2.transformer, IDS, train=False)
+    tb.restore(tmp_path, plain, None, fz.Plan(data=1))
+    with_more = tb.lora(plain, rank=2)  # what is new in it is no surprise
     state = tb.restore(tmp_path, with_more, None, fz.Plan(data=1), strict=False)
     want = gpt2.transformer.wte.weight
     assert torch.equal(tb.state_dict(with_more, state)["wte.weight"], want)
+
+
+def test_what_transformers_leaves_out_of_files_is_left_out() -> None:
+    layout = read_layout(nn.ModuleDict({"model": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))}))
+    assert layout.ignores("model.model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not layout.ignores("other.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not layout.ignores("model.model.layers.0.self_attn.bias")
+    assert not read_layout(nn.Linear(2, 2)).ignores("rotary_emb.inv_freq")
+
+
+def test_a_config_that_names_no_class_has_the_table_of_its_family(tmp_path: Path) -> None:
+    model = neox()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    converted = tb.convert(neox(), IDS, train=False)
+    state = tb.restore(tmp_path, converted, None, fz.Plan(data=1))
+    want = model.state_dict()["lm_head.weight"]  # `embed_out.weight` in the file
+    assert torch.equal(tb.state_dict(converted, state)["lm_head.weight"], want)
+    for own in ("Mine", "MixtralForCausalLM"):
+        assert type(_module_of(tmp_path, own)) is hf.GPTNeoXModel
 
 
 def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:

@@ -285,9 +285,9 @@ def test_dtypes_and_names_are_taken_over_only_on_demand(
         assert same(tb.state_dict(converted, state)["again.weight"], want)
     some = {"net.inner.bias": low["net.inner.bias"]}
     torch.save(some, tmp_path / "some.pt")
-    state = tb.restore(
-        tmp_path / "some.pt", converted, None, plan, prefix="net.", cast=True, strict=False
-    )
+    given = {"prefix": "net.", "cast": True, "strict": False}
+    with pytest.warns(UserWarning, match="not in the file, and kept as they were"):
+        state = tb.restore(tmp_path / "some.pt", converted, None, plan, **given)
     np.testing.assert_array_equal(state.params["again.weight"], converted.params["again.weight"])
 
 
