@@ -14,6 +14,7 @@ from torch import nn
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError, ConversionError
+from torch_bridge.export.stand_ins.checks_of_values import harmless
 
 
 X = torch.ones(4, 4)
@@ -35,8 +36,11 @@ def entered(x: torch.Tensor) -> torch.Tensor:
     return x @ x.t()
 
 
-def asserted(x: torch.Tensor) -> torch.Tensor:
-    assert (x < 9).all()
+def caught(x: torch.Tensor) -> torch.Tensor:
+    try:
+        assert (x < 9).all()
+    except AssertionError:
+        return x
     return x * 2
 
 
@@ -50,7 +54,7 @@ def asserted(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x * torch.tensor([x[0, 0], x[1, 1], x[0, 1], x[0, 0]]), r"torch\.stack"),
         (lambda x: torch.sparse.mm(x.to_sparse(), x), "index_add and gather"),
         (lambda x: torch.nested.nested_tensor([x, x[:2]]).to_padded_tensor(0.0), "pad_sequence"),
-        (asserted, r"torch\._assert_async"),
+        (caught, r"torch\._assert_async"),
     ],
     ids=["size as key", "numpy", "nbytes", "autocast", "tensors", "sparse", "nested", "assert"],
 )
@@ -69,6 +73,46 @@ def test_what_is_asserted_of_values_is_left_out() -> None:
     np.testing.assert_array_equal(found, 20 * X)
     with pytest.raises(RuntimeError):
         checked(10 * X)
+
+
+def test_an_if_that_only_raises_is_left_out_with_a_word() -> None:
+    def checked(x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is not None and labels.max() >= 4:
+            raise ValueError("no such label")
+        if not (x < 9).all():
+            raise ValueError("too large")
+        assert x.isfinite().all(), "not finite"
+        return x * 2
+
+    with pytest.warns(UserWarning, match=r"checked raises where .*`if not \(x < 9\)\.all\(\):`"):
+        found = tb.convert(Applies(checked), X)
+    np.testing.assert_array_equal(found(10 * X), 20 * X)  # which PyTorch refuses
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("if x.any(): raise E", False),
+        ("if not x: raise E", True),
+        ("if n is not None and x > n: raise E", False),
+        ("if n is None or not x: raise E", True),
+        ("assert x.all() and not y, 'no'", None),  # the one is to be true, the other false
+        ("assert x.all() and y", True),
+        ("if x or not y: raise E", None),
+        ("if x: raise E\nelse: n = 1", None),
+        ("if x: n = 1", None),
+        ("if x: n = 1; raise E", None),
+        ("if (x if y else z): raise E", None),
+        ("if f(x and y): raise E", None),
+        ("n = 1 if x else 2", None),
+        ("while x: raise E", None),
+        ("try:  assert x\nexcept E: pass", None),
+        ("n = bool(x)", None),
+        ("if x", None),
+    ],
+)
+def test_only_what_does_nothing_but_raise_is_left_out(source: str, answer: bool | None) -> None:
+    assert harmless(source, 1) is answer
 
 
 def test_arguments_of_other_kinds_are_told_what_to_be() -> None:

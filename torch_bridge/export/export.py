@@ -35,6 +35,7 @@ from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_example, remedy_of_trace
 from torch_bridge.export.shapes import same_rules
+from torch_bridge.export.stand_ins.checks_of_values import LeftOutCheckWarning
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
 from torch_bridge.export.watch.attribute_caches import (
@@ -84,7 +85,7 @@ _DYNAMIC = ("all", "batch", "none")
 
 
 # What this package says of a module while it is exported.
-_SAID = (OwnLossWarning, PythonStateWarning, TracedBranchWarning)
+_SAID = (LeftOutCheckWarning, OwnLossWarning, PythonStateWarning, TracedBranchWarning)
 
 
 @contextlib.contextmanager

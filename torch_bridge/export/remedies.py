@@ -78,7 +78,9 @@ _SAID = {
 # By names of functions, without their overloads.
 _TABLE: dict[str, str] = {
     **dict.fromkeys(("allclose", "equal", "is_nonzero"), _A_QUESTION),
-    **dict.fromkeys(("nonzero", "argwhere", "masked_select", "index"), _OF_FIXED_SIZE),
+    **dict.fromkeys(("nonzero", "argwhere", "index"), _OF_FIXED_SIZE),
+    "masked_select": f"{_OF_FIXED_SIZE} Labels of CTC: call the model without them, and in a module"
+    " around it F.ctc_loss, which takes them padded, with their lengths.",
     "index_put": "x[mask] = y is torch.where(mask, y, x), where y has the size of x.",
     "index_put_": "x[mask] = y is torch.where(mask, y, x), where y has the size of x.",
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _BY_REPEATS),
@@ -117,7 +119,8 @@ _ANY = "Write it with other operators, or add it with torch_bridge.register_oper
 _VALUES = (
     "Sizes and branches must not depend on tensor values: torch.where or a mask of fixed size"
     " instead of boolean indexing, nonzero or .item(), or a size that is known before. What is"
-    " asserted of values: torch._assert_async(condition), which a compiled program leaves out."
+    " asserted of values: torch._assert_async(condition), which a compiled program leaves out, or"
+    " an `if` of its own that does nothing but raise."
 )
 _PLACES = (
     f"{_VALUES} Rows from a tensor's number on: torch.narrow(x, 0, i, 2) for x[i : i + 2]; one row"

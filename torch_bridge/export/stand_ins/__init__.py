@@ -4,7 +4,8 @@
 - Layers: `packed_sequences`, `synchronized_norms`, `state_spaces`, `causal_masks`, `adapters`,
   mixtures of experts (`experts`, `older_experts`; `capacity`: what each of them takes).
 - `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
-- `assigned`: buffers that a forward assigns anew. `distributions`: those of torch, unchecked.
+- `assigned`: buffers that a forward assigns anew. `distributions`: those of torch, unchecked;
+  `checks_of_values`: what a forward raises about values.
 - `inference_mode`: regions without gradients. `literals`: numbers of Python on the `meta` device.
 - `numbers_as_places`: writes to places that a tensor of one number says.
 - `strides`: what a forward reads and writes by strides over memory.

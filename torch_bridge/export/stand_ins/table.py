@@ -25,6 +25,7 @@ from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.arrays import OF_ARRAYS
 from torch_bridge.export.stand_ins.assigned import ASSIGNMENTS, assignments_written
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
+from torch_bridge.export.stand_ins.checks_of_values import truth_of
 from torch_bridge.export.stand_ins.distributions import unchecked_distributions
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
@@ -49,6 +50,7 @@ _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _TABLE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: record_grad,
     torch.Tensor.random_: drawn_whole,
+    torch.Tensor.__bool__: truth_of,
     **LITERALS,
     **STRIDES,
 }
