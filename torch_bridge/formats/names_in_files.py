@@ -83,7 +83,7 @@ def _module_of(folder: Path, own: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        kind = getattr(transformers, (config.architectures or [own])[0], None)
+        kind: Any = getattr(transformers, (config.architectures or [own])[0], None)
         if not config.architectures and getattr(kind, "config_class", None) is not type(config):
             kind = transformers.MODEL_MAPPING[type(config)]
         if not issubclass(kind, transformers.PreTrainedModel):
