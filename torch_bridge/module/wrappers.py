@@ -16,8 +16,10 @@ _PREFIX = re.compile(r"^(module\.)+")
 _COUNT = "n_averaged"
 # What `torch.nn.utils.weight_norm` calls what is a parametrization now.
 _WEIGHT_NORM = re.compile(r"(?<![^.])(\w+)_([gv])$")
-# What wrappers that may stand anywhere put into names.
-_WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+# What wrappers that may stand anywhere put into names, and adapters around a layer.
+_WITHIN = re.compile(
+    r"(?<![^.])(base_layer|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)"
+)
 
 # Where modules are from that hold packed weights and compute with kernels of their own.
 _QUANTISERS = re.compile(
