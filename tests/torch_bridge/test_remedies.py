@@ -89,6 +89,22 @@ def test_an_if_that_only_raises_is_left_out_with_a_word() -> None:
     np.testing.assert_array_equal(found(10 * X), 20 * X)  # which PyTorch refuses
 
 
+def test_a_check_that_a_caller_may_catch_is_a_branch() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 9:
+            raise ValueError("too large")
+        return x * 2
+
+    def caught(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return checked(x)
+        except ValueError:
+            return x * 0
+
+    with pytest.raises(ConversionError, match="branches must not depend on tensor values"):
+        tb.convert(Applies(caught), X)
+
+
 @pytest.mark.parametrize(
     ("source", "answer"),
     [

@@ -13,12 +13,14 @@ import linecache
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fzero.errors import warn
+from torch_bridge.export.watch.questions import PACKAGES
 
 
 class LeftOutCheckWarning(UserWarning):
@@ -36,10 +38,9 @@ def truth_of(x: torch.Tensor) -> bool:
     except (GuardOnDataDependentSymNode, DataDependentOutputException):
         frame = _asking()
         code, line = frame.f_code, frame.f_lineno
-        lines = linecache.getlines(code.co_filename, frame.f_globals)
         own = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
-        found = None if own else harmless("".join(lines), line)
-        if found is None:
+        found = None if own else harmless(_source(frame), line)
+        if found is None or any(caught(_source(f), f.f_lineno) for f in _callers(frame)):
             raise
         warn(
             f"{code.co_filename}:{line}: {code.co_qualname} raises where values are not as it"
@@ -57,6 +58,35 @@ def _asking() -> types.FrameType:
     while frame.f_back is not None and frame.f_code.co_name in between:
         frame = frame.f_back
     return frame
+
+
+def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
+    """The user's own functions that wait for one, up to whoever converts."""
+    before = frame.f_back
+    while before is not None:
+        package = before.f_globals.get("__name__", "")
+        if package.startswith(("torch.export", "torch_bridge.")):
+            return
+        if PACKAGES.isdisjoint(Path(before.f_code.co_filename).parts):
+            yield before
+        before = before.f_back
+
+
+def _source(frame: types.FrameType) -> str:
+    return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+
+
+@functools.lru_cache(maxsize=8)
+def caught(source: str, line: int) -> bool:
+    """Whether what a line raises may be caught in the same function."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return False
+    return any(
+        isinstance(node, ast.Try | ast.TryStar) and node.handlers
+        and _on(line, node.body[0], node.body[-1]) for node in nodes
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)  # a check stands in each of many layers
@@ -86,11 +116,7 @@ def harmless(source: str, line: int) -> bool | None:
         if isinstance(node, ast.If | ast.Assert | ast.While | ast.IfExp)
         and _on(line, node.test, node.test)
     ]
-    caught = any(
-        isinstance(node, ast.Try | ast.TryStar) and node.handlers
-        and _on(line, node.body[0], node.body[-1]) for node in nodes
-    )  # fmt: skip
-    if caught or len(asking) != 1:
+    if len(asking) != 1 or caught(source, line):
         return None
     node = asking[0]
     if isinstance(node, ast.If):

@@ -20,7 +20,7 @@ from torch_bridge.export.watch.users_code import users_functions
 
 _QUESTIONS = ("is_compiling", "is_exporting")
 # Where what is installed lies: libraries ask in functions that no forward leads to.
-_PACKAGES = frozenset(("site-packages", "dist-packages"))
+PACKAGES = frozenset(("site-packages", "dist-packages"))
 _AMONG_PROCESSES = frozenset(
     """
     all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single
@@ -46,7 +46,7 @@ def warn_of_questions(module: torch.nn.Module) -> None:
                 TracedBranchWarning,
             )
         among = sorted(names & _AMONG_PROCESSES) if _names_distributed(function, names) else []
-        if among and not _PACKAGES.intersection(code.co_filename.split(os.sep)):
+        if among and not PACKAGES.intersection(code.co_filename.split(os.sep)):
             warn(
                 f"{where} torch.distributed ({', '.join(among)}), but a forward is exported as one"
                 " process's: what it does among several is left out. For statistics of all rows use"
