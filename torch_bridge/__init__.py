@@ -17,6 +17,9 @@ from torch_bridge.documents.batches import grain_batches as grain_batches
 from torch_bridge.documents.rows import Rows as Rows
 from torch_bridge.documents.tokens import Document as Document
 from torch_bridge.documents.tokens import read_documents as read_documents
+from torch_bridge.export.stand_ins.checks_of_values import (
+    LeftOutCheckWarning as LeftOutCheckWarning,
+)
 from torch_bridge.export.stand_ins.experts import OwnLossWarning as OwnLossWarning
 from torch_bridge.export.watch.forward import PythonStateWarning as PythonStateWarning
 from torch_bridge.export.watch.functions import register_function as register_function
@@ -65,6 +68,7 @@ __all__ = [
     "Document",
     "Generated",
     "Imported",
+    "LeftOutCheckWarning",
     "Lightning",
     "ModeWarning",
     "Moments",

@@ -84,7 +84,9 @@ def test_an_if_that_only_raises_is_left_out_with_a_word() -> None:
         assert x.isfinite().all(), "not finite"
         return x * 2
 
-    with pytest.warns(UserWarning, match=r"checked raises where .*`if not \(x < 9\)\.all\(\):`"):
+    with pytest.warns(
+        tb.LeftOutCheckWarning, match=r"checked raises where .*`if not \(x < 9\)\.all\(\):`"
+    ):
         found = tb.convert(Applies(checked), X)
     np.testing.assert_array_equal(found(10 * X), 20 * X)  # which PyTorch refuses
 

@@ -24,7 +24,7 @@ from torch_bridge.export.watch.questions import PACKAGES
 
 
 class LeftOutCheckWarning(UserWarning):
-    """A forward checks values, and raises: a compiled program does not."""
+    """A forward checks values, and raises: a compiled program does not, and leaves it out."""
 
 
 def truth_of(x: torch.Tensor) -> bool:
