@@ -34,17 +34,25 @@ KEEPS = {
     "by index": lambda x, kept: kept.at[jnp.arange(len(x))].set(x),
     "of unit length": lambda x, kept: queue(x / jnp.linalg.norm(x, axis=1, keepdims=True), kept),
     "a part": lambda x, kept: kept.at[:2].set(jnp.flip(jnp.tanh(x), 0)[:2]),
+    "the last": lambda x, kept: kept.at[0].set(x[-1]),
+    "one, averaged": lambda x, kept: kept.at[0].set(0.9 * kept[0] + 0.1 * x[0]),
     "each spread": lambda x, kept: queue(jnp.max(x, 1, keepdims=True) * jnp.ones((1, 6)), kept),
     "moved": lambda x, kept: queue(jnp.pad(x.reshape(len(x), 2, 3)[:, 0], ((0, 0), (3, 0))), kept),
 }
+LARGEST = {
+    "the largest": lambda x, kept: jnp.maximum(kept, x.max(0)),
+    "of the absolute": lambda x, kept: 0.9 * kept + 0.1 * jnp.max(jnp.abs(x)),
+}
 ADDS = {
+    "how many": lambda x, kept: kept + len(x),
+    "how many elements": lambda x, kept: 0.99 * kept + x.size,
     "a sum": lambda x, kept: 0.9 * kept + 0.1 * x.sum(0),
     "of products": lambda x, kept: 0.9 * kept + jnp.pad(x.T @ x, ((0, 26), (0, 0))),
     "of some": lambda x, kept: kept + jnp.where(x > 0, x, 0).sum(0, keepdims=True),
 }
 MEANS = {
     "a mean": lambda x, kept: 0.9 * kept + 0.1 * x.mean(0),
-    "the largest": lambda x, kept: jnp.maximum(kept, x.max(0)),
+    "the larger": lambda x, kept: jnp.maximum(kept, x.mean(0)),
     "products": lambda x, kept: kept.at[:6].set(x.T @ x / len(x)),
     "a covariance": lambda x, kept: kept.at[:6].set(jnp.einsum("ri,rj->ij", x, x) / len(x)),
     "a variance": lambda x, kept: 0.9 * kept + x.var(0) * (len(x) / max(len(x) - 1, 1)),
@@ -109,6 +117,12 @@ def test_rows_that_a_buffer_keeps_are_named_once(note):
 @pytest.mark.parametrize("note", ADDS.values(), ids=ADDS)
 def test_sums_over_rows_are_named(note):
     assert said(plain(note)) == ["buffers/kept adds up"]
+
+
+@pytest.mark.parametrize("note", LARGEST.values(), ids=LARGEST)
+def test_the_largest_of_rows_is_named(note):
+    assert said(plain(note)) == ["buffers/kept has the largest or smallest of"]
+    assert said(plain(note, buffer_reduce="max")) == []
 
 
 @pytest.mark.parametrize("note", MEANS.values(), ids=MEANS)

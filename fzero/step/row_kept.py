@@ -28,22 +28,22 @@ _MOVED = frozenset(
 )
 
 
-def warn_of_averages(model: Model, kept: Sequence[bool], sums: Sequence[bool]) -> None:
+def warn_of_averages(model: Model, notes: Sequence[str]) -> None:
     """Warns of float buffers that are averaged over devices, and are no means.
 
     Args:
         model: the model.
-        kept: of each buffer, whether it keeps single rows.
-        sums: whether it adds up rows.
+        notes: of each buffer what it does with rows of the batch, in a word; `""`: nothing else.
     """
     names = [path for path, _ in named_leaves(initial_shapes(model)[1])]
-    for path, keeps, adds in zip(names, kept, sums, strict=True):
-        if (keeps or adds) and declared_of(model, path) is None:
-            does = "keeps rows of the batch" if keeps else "adds up rows of the batch"
+    for path, does in zip(names, notes, strict=True):
+        if does and declared_of(model, path) is None:
             warn(
-                f"buffers/{path} {does}, of which each device has its own: devices' values are"
-                " averaged, as those of running means are. Have the rows of all devices first"
-                " (fz.all_rows): they are the same anywhere, which buffer_reduce='same' says"
+                f"buffers/{path} {does} rows of the batch, of which each device has its own:"
+                " devices' values are averaged, as those of running means are. Have the rows of"
+                " all devices first (fz.all_rows): they are the same anywhere, which"
+                " buffer_reduce='same' says"
+                + (" (of the largest alone: buffer_reduce='max')" if "largest" in does else "")
             )
 
 
@@ -90,8 +90,8 @@ def _holds(op: Op, result: Var, held: set[Var]) -> bool:
         return bool(dims) and dims[0] == 0 and shape[0] == given[0] > 1
     if name == "transpose":
         return bool(params["permutation"][0] == 0)
-    if name in ("reshape", "squeeze", "expand_dims"):  # some rows and their positions, say
-        return bool(given[0] > 1 and shape[0] % given[0] == 0 and shape[0])
+    if name in ("reshape", "squeeze", "expand_dims"):  # one row, or some and their positions
+        return bool(shape[0] and shape[0] % given[0] == 0)
     if name == "dot_general":
         return _free_first(params["dimension_numbers"], first)
     if name == "conv_general_dilated":

@@ -61,7 +61,8 @@ _LINEAR = frozenset(
     """.split()  # noqa: SIM905
 )
 _SUMS = frozenset(("reduce_sum", "dot_general"))
-_EXTREMES = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"))
+_LARGEST = frozenset(("reduce_max", "reduce_min"))
+_EXTREMES = _LARGEST | {"reduce_prod", "reduce_and", "reduce_or"}
 # Of two sums no sum comes of these; of one only if the other operand is free.
 _PRODUCTS = frozenset(("mul", "dot_general"))
 
@@ -221,12 +222,18 @@ def _look_at_buffers(
         return
     program, names = traced
     new, rows = program.outputs[len(names) :], program.inputs[: len(jax.tree.leaves(batch.rows))]
-    kept = kept_rows(program, rows, new)
-    sums = [False] * len(new)
+    notes = ["keeps" if kept else "" for kept in kept_rows(program, rows, new)]
     if growth is not None:
-        kinds = _followed(program, num_rows, set(), False)[1]  # those of all devices are alike
-        sums = [_is_var(out) and kinds.get(out) is Kind.SUM and growth(out) == 1 for out in new]
-    warn_of_averages(blue.model, kept, sums)
+        follow, kinds = _followed(program, num_rows, set(), False)  # those of all are alike
+        # (What is made of the rows of all grows with those of a trace that has no others.)
+        told = any(map(_agrees, program.ops))
+        for i, out in enumerate(new):
+            kind = kinds.get(out, Kind.FREE) if _is_var(out) else Kind.UNKNOWN
+            if growth(out) == 1 and (kind is Kind.SUM or (kind is Kind.FREE and not told)):
+                notes[i] = "adds up"
+            elif kind is Kind.OTHER and follow.blamed[out].equation.primitive.name in _LARGEST:
+                notes[i] = "has the largest or smallest of"
+    warn_of_averages(blue.model, notes)
     old = program.inputs[-2 - len(new) : -2]  # before the key and the step
     warn_of_decays(blue.model, program, rows, old, new)
 
@@ -380,8 +387,7 @@ class _Follow:
     def _kind(self, op: Op, kinds: Sequence[Kind], result: Var) -> Kind:
         name, has = op.equation.primitive.name, self.has(result)
         worst = max(kinds, default=Kind.FREE)
-        agreed = name == "name" and op.equation.params["name"] == AGREED
-        if worst is Kind.FREE or (agreed and not self.in_parts):
+        if worst is Kind.FREE or (_agrees(op) and not self.in_parts):
             return Kind.FREE
         if self.has(result, 2) and kinds.count(Kind.ROWS) > 1:
             return Kind.PAIRS
@@ -398,6 +404,12 @@ class _Follow:
         if id(op) in self.alike:
             return Kind.SUM
         return worst if worst is Kind.OTHER else _of_sums(op, kinds)
+
+
+def _agrees(op: Op) -> bool:
+    """Whether an operation names what is the same on all devices."""
+    named = op.equation is not None and op.equation.primitive.name == "name"
+    return named and op.equation.params["name"] == AGREED
 
 
 def _of_sums(op: Op, kinds: Sequence[Kind]) -> Kind:

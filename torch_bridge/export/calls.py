@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def around_calls(
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal within
         # (Looked up now: a tracer puts its own in the place of torch.nn.Module's.)
-        run = super(owner, self).__call__ if own is None else partial(own, self)
+        run = super(owner, self).__call__ if own is None else own.__get__(self, owner)
         if self is not module or within:
             return run(*args, **kwargs)
         within = True

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -37,11 +39,10 @@ def truth_of(x: torch.Tensor) -> bool:
         return bool(torch.Tensor.__bool__(x))
     except (GuardOnDataDependentSymNode, DataDependentOutputException):
         frame = _asking()
-        code, line = frame.f_code, frame.f_lineno
-        own = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
-        found = None if own else harmless(_source(frame), line)
+        found = _answer(frame)
         if found is None or any(caught(_source(f), f.f_lineno) for f in _callers(frame)):
             raise
+        code, line = frame.f_code, frame.f_lineno
         warn(
             f"{code.co_filename}:{line}: {code.co_qualname} raises where values are not as it"
             f" expects them (`{linecache.getline(code.co_filename, line).strip()}`): a compiled"
@@ -60,14 +61,23 @@ def _asking() -> types.FrameType:
     return frame
 
 
+def _answer(frame: types.FrameType) -> bool | None:
+    """What a frame has to be told; None if something else hangs on it than whether it raises."""
+    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return None
+    place: Any = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return harmless(_source(frame)).get(place)
+
+
 def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
     """The user's own functions that wait for one, up to whoever converts."""
     before = frame.f_back
     while before is not None:
         package = before.f_globals.get("__name__", "")
-        if package.startswith(("torch.export", "torch_bridge.")):
+        if package.startswith("torch.export"):
             return
-        if PACKAGES.isdisjoint(Path(before.f_code.co_filename).parts):
+        installed = not PACKAGES.isdisjoint(Path(before.f_code.co_filename).parts)
+        if not installed and not package.startswith("torch_bridge."):
             yield before
         before = before.f_back
 
@@ -76,71 +86,88 @@ def _source(frame: types.FrameType) -> str:
     return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
 
 
+# Lines and columns, as `code.co_positions` gives them: first and last line, first and last column.
+Place = tuple[int, int, int, int]
+
+
 @functools.lru_cache(maxsize=8)
 def caught(source: str, line: int) -> bool:
-    """Whether what a line raises may be caught in the same function."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return False
-    return any(
-        isinstance(node, ast.Try | ast.TryStar) and node.handlers
-        and _on(line, node.body[0], node.body[-1]) for node in nodes
-    )  # fmt: skip
+    """Whether what a line raises may be caught, or made nothing of, in the same function."""
+    return any(_on(line, body) for body in _guarded(_nodes(source)))
 
 
 @functools.lru_cache(maxsize=8)  # a check stands in each of many layers
-def harmless(source: str, line: int) -> bool | None:
-    """With which truth of the tensors that it asks the statement at a line does not raise.
+def harmless(source: str) -> dict[Place, bool]:
+    """By the places of conditions, the truth with which a statement that only raises does not.
+
+    Where a condition has several parts, or a `not`, Python 3.11 knows only which statement asks:
+    then all parts have to want one answer.
 
     Args:
         source: of the whole file.
-        line: one of those that the statement's condition is on.
-
-    Returns:
-        None if something else hangs on them: another branch, or who catches what is raised.
 
     Example:
-        >>> harmless("if n and not x.all(): raise ValueError(n)", 1) is None  # n may be one as well
-        True
-        >>> harmless("if n is None or not x.all(): raise ValueError(n)", 1)
-        True
+        >>> harmless("if x.any() or not y.all(): raise ValueError(x)")
+        {(1, 1, 3, 10): False, (1, 1, 18, 25): True}
     """
+    found: dict[Place, bool] = {}
+    nodes = _nodes(source)
+    guarded = list(_guarded(nodes))
+    for node in nodes:
+        if isinstance(node, ast.Assert):
+            parts = dict(_parts(node.test, True))
+        elif isinstance(node, ast.If) and _only_raises(node):
+            parts = dict(_parts(node.test, False))
+        else:
+            continue
+        if not any(_on(node.lineno, body) for body in guarded):
+            found.update(parts)
+            if len(answers := set(parts.values())) == 1:
+                found[_place(node)] = answers.pop()
+    return found
+
+
+def _nodes(source: str) -> list[ast.AST]:
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        return list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
-        return None
-    asking = [
-        node
-        for node in nodes
-        if isinstance(node, ast.If | ast.Assert | ast.While | ast.IfExp)
-        and _on(line, node.test, node.test)
-    ]
-    if len(asking) != 1 or caught(source, line):
-        return None
-    node = asking[0]
-    if isinstance(node, ast.If):
-        only_raises = len(node.body) == 1 and isinstance(node.body[0], ast.Raise)
-        answers = set(_answers(node.test, False)) if only_raises and not node.orelse else set()
-    else:
-        answers = set(_answers(node.test, True)) if isinstance(node, ast.Assert) else set()
-    return answers.pop() if len(answers) == 1 else None
+        return []
 
 
-def _on(line: int, first: ast.expr | ast.stmt, last: ast.expr | ast.stmt) -> bool:
-    return first.lineno <= line <= (last.end_lineno or last.lineno)
+def _guarded(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
+    """Statements of which somebody may take what they raise: a `try`, or a context that is none of
+    PyTorch's, as `contextlib.suppress`."""
+    for node in nodes:
+        caught = isinstance(node, ast.Try | ast.TryStar)
+        if isinstance(node, ast.With | ast.AsyncWith):
+            entered = (ast.unparse(item.context_expr) for item in node.items)
+            caught = not all(one.startswith("torch.") for one in entered)
+        if caught:
+            yield node.body  # type: ignore[attr-defined]
 
 
-def _answers(test: ast.expr, wanted: bool) -> Iterator[bool | None]:
-    """What each part of a condition that may be a tensor has to be, for the whole to be so."""
+def _on(line: int, body: Sequence[ast.stmt]) -> bool:
+    return body[0].lineno <= line <= (body[-1].end_lineno or line)
+
+
+def _only_raises(node: ast.If) -> bool:
+    (first, *more) = node.body
+    if more or node.orelse or not isinstance(first, ast.Raise) or first.exc is None:
+        return False
+    return "StopIteration" not in ast.unparse(first.exc)  # the end of a loop
+
+
+def _parts(test: ast.expr, wanted: bool) -> Iterator[tuple[Place, bool]]:
+    """Each part of a condition that may be a tensor, and what it has to be for the whole."""
     if isinstance(test, ast.BoolOp):
         for part in test.values:
-            yield from _answers(part, wanted)
+            yield from _parts(part, wanted)
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _answers(test.operand, not wanted)
-    elif isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot):
-        return  # never a tensor
-    elif any(isinstance(n, ast.IfExp | ast.BoolOp | ast.Not | ast.Lambda) for n in ast.walk(test)):
-        yield None  # asked on the way
+        yield from _parts(test.operand, not wanted)
     else:
-        yield wanted
+        yield _place(test), wanted
+
+
+def _place(node: ast.expr | ast.stmt) -> Place:
+    end_line, end = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+    return node.lineno, end_line, node.col_offset, end
