@@ -101,6 +101,22 @@ def test_what_the_message_advises_works(given):
     tiny.same_bits(again.params, twice.params)
 
 
+def test_layers_in_a_schedules_order_are_not_to_be_put_in_by_hand():
+    """`device_put`, as it was advised, trained other layers: arrays do not say which they are."""
+    chain = [
+        fz.Stack("blocks", 4, lambda rng: {"w": jnp.eye(4)}, lambda p, x, ctx: x @ p["w"]),
+        fz.Layer("last", None, lambda p, x, ctx: jnp.mean(x)),
+    ]
+    model = fz.Sequential(chain)
+    plan = tiny.plan(pipe=2, data=1, microbatches=2, schedule="interleaved")
+    state = fz.init(model, None, plan, devices=DEVICES)
+    blocks = jax.device_get(state.params["blocks"])
+    edited = state.replace(params={**state.params, "blocks": blocks})
+    with pytest.raises(fz.StateError, match=r"'blocks' in the rows \[0, (.|\n)*fz\.replan") as told:
+        fz.eval_step(model, plan, devices=DEVICES)(edited, np.ones((4, 4), np.float32))
+    assert "device_put(new" not in str(told.value)
+
+
 def test_a_state_that_was_pickled_is_told_the_way_back(given):
     """JAX's pickled arrays come back whole, on one device."""
     state, step = given

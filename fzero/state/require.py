@@ -156,9 +156,7 @@ def require_fits(
             "\nMake it with fz.init(model, tx, plan), or bring it over: from another plan with"
             " fz.replan(state, model, tx, old_plan, new_plan), from another optimizer or a model"
             " that freezes others (model.with_frozen) with fz.with_optimizer(state, model, old_tx,"
-            " tx, plan, old_model=old_model). A leaf put in by hand goes where the old one is:"
-            " jax.device_put(new, old.sharding); all of a state, such as one that was pickled:"
-            " jax.device_put(state, fz.layout(model, tx, plan).shardings)"
+            f" tx, plan, old_model=old_model). {_by_hand(blue.rows)}"
         )
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [
@@ -167,6 +165,22 @@ def require_fits(
     ]  # fmt: skip
     needed = named_leaves({name: getattr(state, name) for name in fields})
     require_on_device(needed, operation)
+
+
+def _by_hand(rows: StackRows) -> str:
+    """How values come into a state that were not in one like it."""
+    orders = ", ".join(f"{name!r} {rows_text(own)}" for name, own in rows)
+    leaf = (
+        f"This pipeline keeps the layers of a stack in its schedule's order ({orders}), which"
+        " arrays do not say: put values of layers into a state of a plan without pipe=, and bring"
+        " that over with fz.replan"
+        if rows
+        else "A leaf put in by hand goes where the old one is: jax.device_put(new, old.sharding)"
+    )
+    return (
+        f"{leaf}; all of a state, such as one that was pickled: jax.device_put(state,"
+        " fz.layout(model, tx, plan).shardings)"
+    )
 
 
 def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
