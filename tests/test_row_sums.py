@@ -120,6 +120,8 @@ LOSSES = {
         r"adds to a sum over rows what is none \(add in test_row_sums.py:.*by the count",
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum() * len(b["x"]) + jnp.zeros(()) + 1e-6,
                           jnp.float32(len(b["x"])))): None,
+    (lambda p, b: fz.Mean(squares(p, b).sum() + len(b["x"]) * 0.1 * p["v"].sum(),
+                          jnp.float32(len(b["x"])))): None,  # by the count, in Python
     # Labels (rows,) beside (rows, 4): with the 4 rows of a device, one for each class.
     (lambda p, b: jnp.square(both(p, b)[0][:, :4] - b["y"][:, 0]).mean()):
         r"takes the 4 rows of one share, and cannot take all 16 \(.*\(16, 4\), \(16,\)",

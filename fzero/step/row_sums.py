@@ -15,9 +15,10 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import jax
@@ -176,7 +177,10 @@ def _problems(
         found[name] = f"{what} ({does}{_line(op)}){same}"
     others = {*program.inputs} - {*program.inputs[len(row_shapes) :][: len(shared)]}
     growth = Growth(program, rows, dict.fromkeys(others, 0))
-    for name, problem in _miscounted(program, names, kinds, growth).items():
+    # A number that follows from how many rows there are (`0.1 * len(x)`) may be the count already.
+    again = partial(_traced, blue, batch, train, of_all, None if in_parts else rows)
+    told = partial(_has_numbers_of_rows, program, growth, again)
+    for name, problem in _miscounted(program, names, kinds, growth, told).items():
         found.setdefault(name, problem)
     _look_at_buffers(blue, batch, train, traced, rows, growth)
     return list(found.items())
@@ -251,9 +255,18 @@ def _followed(
 
 
 def _miscounted(
-    program: Program, names: Sequence[str], kinds: Mapping[Any, Kind], growth: Growth
-) -> dict[str, str]:
-    """By names, what is a sum over rows but counts as a mean, or the other way round; in words."""
+    program: Program, names: Sequence[str], kinds: Mapping[Any, Kind], growth: Growth,
+    counted: Callable[[], bool],
+) -> dict[str, str]:  # fmt: skip
+    """By names, what is a sum over rows but counts as a mean, or the other way round; in words.
+
+    Args:
+        program: the loss and metrics.
+        names: their names.
+        kinds: what they are made of.
+        growth: how they grow with the number of rows.
+        counted: tells whether some number in it is made of that number.
+    """
     found: dict[str, str] = {}
     for name in dict.fromkeys(names):
         total, *count = (out for of, out in zip(names, program.outputs, strict=False) if of == name)
@@ -261,7 +274,7 @@ def _miscounted(
             powers = growth(total), growth(count[0]) if count else 0
             if powers == (1, 0):
                 found[name] = "is a sum over rows, of which a mean over devices is taken"
-            elif powers == (1, 1) and (op := growth.mixed(total)) is not None:
+            elif powers == (1, 1) and (op := growth.mixed(total)) and not counted():
                 where = f"{op.equation.primitive.name}{_line(op)}"
                 found[name] = (
                     f"adds to a sum over rows what is none ({where}), which counts once for each"
@@ -270,6 +283,28 @@ def _miscounted(
             elif powers == (0, 1):
                 found[name] = "is a mean over rows, and is divided by their number once more"
     return found
+
+
+def _has_numbers_of_rows(
+    program: Program, growth: Growth, again: Callable[[], tuple[Program, list[str]] | Exception]
+) -> bool:
+    """Whether numbers in a program are others with other rows, as a part of these is.
+
+    Args:
+        program: the program.
+        growth: knows the number of rows, and its multiples.
+        again: traces it with other rows.
+    """
+    other = again()
+    if isinstance(other, Exception) or _names(other[0]) != _names(program):
+        return True
+    pairs = (
+        (a, b)
+        for one, two in zip(program.ops, other[0].ops, strict=True)
+        for a, b in zip(one.operands, two.operands, strict=True)
+        if not isinstance(a, Var) and np.ndim(getattr(a, "val", a)) == 0
+    )
+    return any(growth(a) == 0 and getattr(a, "val", a) != getattr(b, "val", b) for a, b in pairs)
 
 
 def _traced(
