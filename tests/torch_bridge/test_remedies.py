@@ -159,6 +159,20 @@ def suppressed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def swallowed(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * 2 if x.sum() > 0 else x * 3
+    return x
+
+
+def returned_at_last(x: torch.Tensor) -> torch.Tensor:
+    try:
+        if x.sum() > 0:
+            x = x * 2
+    finally:
+        return x  # noqa: B012
+
+
 ASKS = [on_one_line, of_a_list, of_a_number, of_a_choice, kept_by_name, suppressed]
 
 
@@ -166,6 +180,12 @@ ASKS = [on_one_line, of_a_list, of_a_number, of_a_choice, kept_by_name, suppress
 def test_what_else_asks_a_tensor_is_a_branch(asks: nn.Module) -> None:
     with pytest.raises(ConversionError, match="branches must not depend on tensor values"):
         tb.convert(asks, X)
+
+
+@pytest.mark.parametrize("asks", [swallowed, returned_at_last])
+def test_a_branch_whose_refusal_the_forward_swallows_is_refused(asks: Any) -> None:
+    with pytest.raises(ConversionError, match=rf"depends on values: .*{asks.__name__} \(`.*x\.sum"):
+        tb.convert(Applies(asks), X)
 
 
 @pytest.mark.parametrize(

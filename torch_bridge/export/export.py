@@ -35,7 +35,7 @@ from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_example, remedy_of_trace
 from torch_bridge.export.shapes import same_rules
-from torch_bridge.export.stand_ins.checks_of_values import LeftOutCheckWarning
+from torch_bridge.export.stand_ins.checks_of_values import LeftOutCheckWarning, asked_in_vain
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
 from torch_bridge.export.watch.attribute_caches import (
@@ -372,8 +372,13 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions, watch_gradients(), stand_ins(module), _tolerant():
+    asked: list[str] = []
+    with (
+        watch_functions() as functions, watch_gradients(), asked_in_vain(asked), stand_ins(module),
+        _tolerant(),
+    ):  # fmt: skip
         for dynamic in kinds:
+            asked.clear()
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
                 program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
@@ -383,6 +388,7 @@ def _export_most_dynamic(
                 last = error  # the last try fixes all sizes: its error is about the module itself
             else:
                 refuse_functions(functions, mode)
+                _refuse_asked(asked, mode)
                 name_all_users(program)
                 keep_values(program, (*module.named_parameters(), *module.named_buffers()))
                 return program, dynamic
@@ -390,6 +396,16 @@ def _export_most_dynamic(
     assert last is not None
     args, kwargs = inputs
     raise ConversionError(_explain(last, mode, module, None if kwargs else args)) from last
+
+
+def _refuse_asked(places: Sequence[str], mode: str) -> None:
+    """Refuses a trace that went on although a tensor was asked for a value that it has not."""
+    if places:
+        raise ConversionError(
+            f"the {mode} forward depends on values: {places[0]}. What that raises while it is"
+            " traced is caught there or in a caller (try, a context that swallows exceptions), so"
+            " that the graph would be that of the exception. Write both ways with torch.where"
+        )
 
 
 def _tolerant() -> contextlib.AbstractContextManager[Any]:

@@ -8,12 +8,14 @@ PyTorch's own checks are left to it: those of distributions are made only where 
 from __future__ import annotations
 
 import ast
+import contextvars
 import functools
 import itertools
 import linecache
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,25 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fzero.compat import set_within
 from fzero.errors import warn
 from torch_bridge.export.watch.questions import PACKAGES
 
 
 class LeftOutCheckWarning(UserWarning):
     """A forward checks values, and raises: a compiled program does not, and leaves it out."""
+
+
+# Where a tensor was asked to no avail, while a module is traced.
+_ASKED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("asked", default=None)
+
+
+def asked_in_vain(places: list[str]) -> AbstractContextManager[None]:
+    """While this is open, it is noted where a forward asks a tensor for a value that it has not.
+
+    That ends a trace, unless the forward catches what it raises, or a context swallows it.
+    """
+    return set_within(_ASKED, places)
 
 
 def truth_of(x: torch.Tensor) -> bool:
@@ -39,14 +54,17 @@ def truth_of(x: torch.Tensor) -> bool:
         return bool(torch.Tensor.__bool__(x))
     except (GuardOnDataDependentSymNode, DataDependentOutputException):
         frame = _asking()
-        found = _answer(frame)
+        found, code, line = _answer(frame), frame.f_code, frame.f_lineno
+        where = f"{code.co_filename}:{line}: {code.co_qualname}"
+        said = f"`{linecache.getline(code.co_filename, line).strip()}`"
         if found is None or any(caught(_source(f), f.f_lineno) for f in _callers(frame)):
+            asked = _ASKED.get()
+            if asked is not None and not _of_torch(frame):
+                asked.append(f"{where} ({said})")
             raise
-        code, line = frame.f_code, frame.f_lineno
         warn(
-            f"{code.co_filename}:{line}: {code.co_qualname} raises where values are not as it"
-            f" expects them (`{linecache.getline(code.co_filename, line).strip()}`): a compiled"
-            " program cannot, and leaves this check out. Check them before a call",
+            f"{where} raises where values are not as it expects them ({said}): a compiled program"
+            " cannot, and leaves this check out. Check them before a call",
             LeftOutCheckWarning,
         )
         return found
@@ -63,10 +81,14 @@ def _asking() -> types.FrameType:
 
 def _answer(frame: types.FrameType) -> bool | None:
     """What a frame has to be told; None if something else hangs on it than whether it raises."""
-    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    if _of_torch(frame):
         return None
     place: Any = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     return harmless(_source(frame)).get(place)
+
+
+def _of_torch(frame: types.FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").partition(".")[0] == "torch")
 
 
 def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
