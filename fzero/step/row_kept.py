@@ -15,7 +15,7 @@ from fzero.errors import warn
 from fzero.exchange.rows import AGREED
 from fzero.model import Model
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
-from fzero.sharding.buffers import declared_reduction
+from fzero.sharding.buffers import declared_reduction, has_mean
 from fzero.sharding.initial import initial_shapes
 from fzero.tree import named_leaves
 
@@ -35,9 +35,9 @@ def warn_of_averages(model: Model, notes: Sequence[str]) -> None:
         model: the model.
         notes: of each buffer what it does with rows of the batch, in a word; `""`: nothing else.
     """
-    names = [path for path, _ in named_leaves(initial_shapes(model)[1])]
-    for path, does in zip(names, notes, strict=True):
-        if does and declared_of(model, path) is None:
+    buffers = named_leaves(initial_shapes(model)[1])
+    for (path, leaf), does in zip(buffers, notes, strict=True):
+        if does and has_mean(leaf) and declared_of(model, path) is None:
             warn(
                 f"buffers/{path} {does} rows of the batch, of which each device has its own:"
                 " devices' values are averaged, as those of running means are. Have the rows of"
