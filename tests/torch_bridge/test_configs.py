@@ -493,6 +493,13 @@ def test_a_warmup_that_cannot_be_is_refused(values, message):
         tb.from_training_arguments(values)
 
 
+def test_a_constant_rate_has_no_warmup():
+    found = tb.from_training_arguments(
+        {"warmup_ratio": 0.1, "lr_scheduler_type": "constant", "learning_rate": 0.5}
+    )
+    assert [float(found.schedule(n)) for n in (0, 9)] == [0.5, 0.5]
+
+
 def test_a_run_without_devices_is_refused():
     with pytest.raises(ConversionError, match="devices=0: expected how many"):
         tb.from_training_arguments({"per_device_train_batch_size": 2, "max_steps": 3}, devices=0)

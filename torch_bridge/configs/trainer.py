@@ -254,7 +254,11 @@ def _schedule(source: str, values: Mapping[str, Any], steps: int) -> Schedule:
     name = name.rpartition(".")[2].lower()
     rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(source, values, steps)
     if warm is None:
-        raise ConversionError(f"{source}: the warmup is a share of all updates: pass num_steps=")
+        if name != "constant":  # which has no warmup
+            raise ConversionError(
+                f"{source}: the warmup is a share of all updates: pass num_steps="
+            )
+        warm = 0
     if values.get("lr_scheduler_kwargs"):
         raise ConversionError(f"{source}: lr_scheduler_kwargs: write the schedule with optax")
     after: dict[str, Callable[[Any], Any]] = {
