@@ -7,10 +7,17 @@ from collections.abc import Iterator
 import jax
 import pytest
 import torch
+import torch._dynamo.config
 from bridge_cases import make_gpt2
 from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
+
+
+# PyTorch keeps what each operator gave, by sizes that are symbols: for modules as small as those of
+# tests that takes a fifth of a conversion's time and saves less. (Documentation, command line and
+# `make operators` convert with it, as users do.)
+torch._dynamo.config.fake_tensor_cache_enabled = False
 
 
 @pytest.fixture(autouse=True)
