@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -215,6 +216,11 @@ class _Found:
     def __init__(
         self, converted: Converted | ConvertedSequential, opt_state: Any, operation: str
     ) -> None:
+        if not isinstance(converted, Converted | ConvertedSequential):
+            raise CheckpointError(
+                f"{operation}: expected what tb.convert or tb.sequential returned, then an"
+                f" optimizer state, got {type(converted).__name__} first"
+            )
         params = _param_paths(converted)
         self.leaves: dict[str, Leaf] = {}
         self.mu: dict[str, _Moment] = {}
@@ -317,8 +323,10 @@ def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _given(leaves: Mapping[str, Leaf], moments: Moments) -> dict[str, str]:
     """For every parameter the name under which its moments are given."""
     problems: list[str] = []
-    if not 0 <= moments.step < 2**31:  # optax counts in int32
-        problems.append(f"step: expected at least 0 and less than 2**31, got {moments.step}")
+    step = moments.step
+    whole = isinstance(step, numbers.Integral) and not isinstance(step, bool)
+    if not whole or not 0 <= step < 2**31:  # optax counts in int32
+        problems.append(f"step: expected at least 0 and less than 2**31, got {step!r:.60}")
     one_sided = sorted(set(moments.exp_avg) ^ set(moments.exp_avg_sq))
     problems += [f"`{name}`: exp_avg and exp_avg_sq must both be given" for name in one_sided]
     known = {alias: name for name, leaf in leaves.items() for alias in leaf.names}

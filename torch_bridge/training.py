@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -36,7 +37,7 @@ from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
 from torch_bridge.optim import optimizer as as_optax
-from torch_bridge.optim.schedules import position
+from torch_bridge.optim.schedules import position, require_of
 from torch_bridge.structure.chain import links_merged
 
 
@@ -144,6 +145,10 @@ def fit(
     given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_empty(module)
     _refuse_begun(optimizer, scheduler)
+    if on_step is not None and not callable(on_step):
+        raise ConversionError(
+            f"fit: on_step={on_step!r:.60}: expected a function of a step's number and its metrics"
+        )
     batches = _begun(loader, epochs)
     first = _first(batches)
     traced = _with_its_loss(module, loss, first)
@@ -270,6 +275,8 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
             " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
             " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
         )
+    elif scheduler is not None:
+        require_of(optimizer, scheduler)
 
 
 def _begun(loader: Any, epochs: int) -> Iterator[Any]:
@@ -279,8 +286,9 @@ def _begun(loader: Any, epochs: int) -> Iterator[Any]:
             f"fit: the loader is a {type(loader).__name__}: expected what gives batches, anew for"
             " each epoch, such as a DataLoader or a list; a function of batches has to be called"
         )
-    if epochs < 1:
-        raise ConversionError(f"fit: epochs={epochs}: expected 1 or more")
+    whole = isinstance(epochs, numbers.Integral) and not isinstance(epochs, bool)
+    if not whole or epochs < 1:
+        raise ConversionError(f"fit: epochs={epochs!r:.60}: expected a number, 1 or more")
     batches = iter(loader)
     if epochs > 1 and batches is loader:
         raise ConversionError(

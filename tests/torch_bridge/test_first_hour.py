@@ -302,7 +302,11 @@ def test_roundings_of_16_bits_are_no_rows_that_count_differently() -> None:
         ({"loss": "mse"}, "loss='mse': expected a function or module"),
         ({"loss": nn.MSELoss}, "loss=<class.*MSELoss'>: expected a function or module"),
         ({"optimizer": torch.optim.SGD}, "the optimizer is the class SGD"),
-        ({"epochs": 0}, "epochs=0: expected 1 or more"),
+        ({"epochs": 0}, "epochs=0: expected a number, 1 or more"),
+        ({"epochs": "2"}, "epochs='2': expected a number, 1 or more"),
+        ({"epochs": 1.5}, "epochs=1.5: expected a number, 1 or more"),
+        ({"on_step": 3}, "on_step=3: expected a function"),
+        ({"scheduler": 3}, "scheduler=3: expected one of torch.optim.lr_scheduler"),
     ],
 )
 def test_what_is_none_of_its_kind_is_refused_before_a_module_is_traced(

@@ -61,7 +61,7 @@ def follow(
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     if scheduler is None:
         return groups
-    _check(optimizer, scheduler)
+    require_of(optimizer, scheduler)
     first = position(scheduler)
     if isinstance(scheduler, lr_scheduler.OneCycleLR) and num_steps is not None:
         _require_as_many(scheduler, -(-num_steps // every))
@@ -120,13 +120,19 @@ def _require_counts(scheduler: Any, every: Any, num_steps: Any) -> None:
         )
 
 
-def _check(optimizer: Any, scheduler: Any) -> None:
+def require_of(optimizer: Any, scheduler: Any) -> None:
+    """Refuse what is no scheduler of this optimizer, and one that asks for metrics."""
     name = _name(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise ConversionError(
             f"{name} depends on metrics, which no schedule can know before. Leave it out, and add"
             " optax.contrib.reduce_on_plateau to the transformation (every step passes it its"
             " loss), or use a schedule of steps"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConversionError(
+            f"scheduler={scheduler!r:.60}: expected one of torch.optim.lr_scheduler, made with the"
+            " optimizer"
         )
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise ConversionError(f"{name} belongs to another optimizer; pass the one it was made with")

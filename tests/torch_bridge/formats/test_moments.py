@@ -161,8 +161,11 @@ def test_each_layer_of_a_rolled_module_has_its_own_moments() -> None:
 def test_more_steps_than_an_optimizer_counts_are_refused(converted: tb.Converted) -> None:
     state = optax.adam(1e-3).init(converted.params)
     values = numbers(converted, set(converted.params) - converted.frozen)
-    with pytest.raises(CheckpointError, match=r"less than 2\*\*31, got 10000000000"):
-        with_moments(converted, state, Moments(10**10, values, values))
+    for step in (10**10, 2.5, float("nan"), True):
+        with pytest.raises(CheckpointError, match=rf"less than 2\*\*31, got {step}"):
+            with_moments(converted, state, Moments(step, values, values))
+    with pytest.raises(CheckpointError, match=r"moments_of: expected what tb\.convert .* returned"):
+        moments_of(state, converted)
 
 
 def test_what_does_not_fit_is_listed(converted: tb.Converted) -> None:
