@@ -6,11 +6,12 @@ Never values: to print a state must not wait for its devices, nor fill a noteboo
 from __future__ import annotations
 
 import html
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fzero.errors import FzeroError
-from fzero.storage.tiers import tier_of
+from fzero.storage.tiers import DEVICE, TIERS, tier_of
 from fzero.tree import PyTree, device_bytes, named_leaves
 
 
@@ -26,8 +27,9 @@ def summary(title: str, fields: Mapping[str, PyTree]) -> str:
         fields: trees of arrays, shapes, handles of parked leaves or anything else, by name.
 
     Returns:
-        Lines: `title`, and for each field the number of its leaves, their bytes on one device, and
-        some of the leaves.
+        Lines: `title`, and for each field the number of its leaves, their bytes on one device (the
+        fullest, where ranks of a pipeline hold different ones), what of a device is parked on the
+        host or on disk, and some of the leaves.
 
     Example:
         >>> import jax.numpy as jnp
@@ -36,24 +38,43 @@ def summary(title: str, fields: Mapping[str, PyTree]) -> str:
           a: 1 leaf, 24 bytes
             w  float32[2, 3]  whole  device  24 bytes
     """
-    total, count = 0, 0
+    everything: list[Any] = []
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
     for name, tree in fields.items():
         leaves = named_leaves(tree)
-        size = sum(device_bytes(leaf) for _, leaf in leaves if _is_array(leaf))
-        total, count = total + size, count + len(leaves)
+        everything += [leaf for _, leaf in leaves]
         if leaves:
-            head = f"  {name}: {_count(len(leaves))}, {size:,} bytes"
+            head = f"  {name}: {_count(len(leaves))}, {_bytes([leaf for _, leaf in leaves])}"
             blocks.append((head, _rows([(path or name, leaf) for path, leaf in leaves])))
     rows = [row for _, block in blocks for row in block if len(row) > 1]
     widths = [max(len(row[col]) for row in rows) for col in range(5)] if rows else []
-    lines = [f"{title}: {_count(count)}, {total:,} bytes on each device"]
+    size = _bytes(everything, " on each device")
+    lines = [f"{title}: {_count(len(everything))}, {size}"]
     for head, block in blocks:
         lines.append(head)
         for row in block:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
             lines.append(f"    {'  '.join(cells).rstrip()}")
     return "\n".join(lines)
+
+
+def _bytes(leaves: Sequence[Any], of: str = "") -> str:
+    """What a device holds of some leaves, and what of it is parked: of the fullest one each."""
+    alike: Counter[tuple[str, Any]] = Counter()
+    for leaf in filter(_is_array, leaves):
+        sharding = getattr(leaf, "sharding", None)
+        alike[DEVICE if sharding is None else tier_of(leaf), sharding] += device_bytes(leaf)
+    held: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+    for (tier, sharding), size in alike.items():
+        for device in (None,) if sharding is None else sharding.device_set:
+            held[tier][device] += size
+    # What has no sharding counts on all.
+    most = {tier: sizes.pop(None, 0) + max(sizes.values(), default=0)
+            for tier, sizes in held.items()}  # fmt: skip
+    parked = [
+        f", {most[tier]:,} on the {tier}" for tier in TIERS if tier != DEVICE and most.get(tier)
+    ]
+    return f"{most.get(DEVICE, 0):,} bytes{of}{''.join(parked)}"
 
 
 def _rows(leaves: Sequence[tuple[str, Any]]) -> list[tuple[str, ...]]:

@@ -99,6 +99,15 @@ def test_every_leaf_is_born_in_its_sharding(name):
         assert leaf.sharding.spec == P()
 
 
+def test_an_abstract_state_has_on_the_host_what_its_plan_has_there():
+    plan = tiny.plan(zero=1, precision="bf16", tiers={"opt_state": "host", "master": "disk"})
+    shapes = fz.abstract_state(MODEL, TX, plan)
+    host = fz.placement(shapes).host_bytes
+    assert 0 < host["total"] == host["opt_state"]
+    assert host == fz.placement(plan, MODEL, TX).host_bytes
+    assert fz.placement(shapes).disk_bytes["total"] == 0
+
+
 @pytest.mark.parametrize("name", [*STAGES, *MIXED, "z3-d4", "z3-r2", "z1-d1"])
 def test_abstract_state_is_the_real_one_without_arrays(name):
     shapes, state = fz.abstract_state(MODEL, TX, plan_of(name)), made(name)

@@ -85,6 +85,25 @@ def test_a_state_says_where_everything_is(things):
     assert ["...", "95", "more"] in rows
 
 
+@pytest.mark.parametrize(
+    ("plan", "parked"),
+    [
+        (tiny.plan(zero=3, tiers={"opt_state": "host"}), True),
+        # Each rank has layers of its own, and one of them the embedding.
+        (tiny.plan(zero=3, pipe=2, data=4, microbatches=4, schedule="zb_h1"), False),
+    ],
+    ids=["host", "pipeline"],
+)
+def test_bytes_are_those_that_a_device_holds(plan, parked):
+    state = fz.abstract_state(MODEL, TX, plan)
+    told, where = str(state).splitlines()[0], fz.placement(state)
+    beside = 4 + 8  # the step's number and the key, which are no class of the state
+    held = where.bytes_per_device["total"] + beside
+    host = where.host_bytes_per_device["total"]
+    assert told.endswith(f"{held:,} bytes on each device" + f", {host:,} on the host" * parked)
+    assert bool(host) == parked
+
+
 def test_a_plan_says_what_is_not_the_default():
     assert (
         repr(fz.Plan(zero=3, data=4, precision="bf16")) == "Plan(zero=3, data=4, precision='bf16')"

@@ -145,11 +145,7 @@ def fit(
     given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_empty(module)
     _refuse_begun(optimizer, scheduler)
-    if on_step is not None and not callable(on_step):
-        raise ConversionError(
-            f"fit: on_step={on_step!r:.60}: expected a function of a step's number and its metrics"
-        )
-    batches = _begun(loader, epochs)
+    batches = _begun(loader, epochs, on_step)
     first = _first(batches)
     traced = _with_its_loss(module, loss, first)
     options = {} if padding_side is None else {"padding_side": padding_side}
@@ -279,7 +275,7 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
         require_of(optimizer, scheduler)
 
 
-def _begun(loader: Any, epochs: int) -> Iterator[Any]:
+def _begun(loader: Any, epochs: Any, on_step: Any) -> Iterator[Any]:
     """The batches of the first epoch."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConversionError(
@@ -289,6 +285,10 @@ def _begun(loader: Any, epochs: int) -> Iterator[Any]:
     whole = isinstance(epochs, numbers.Integral) and not isinstance(epochs, bool)
     if not whole or epochs < 1:
         raise ConversionError(f"fit: epochs={epochs!r:.60}: expected a number, 1 or more")
+    if on_step is not None and not callable(on_step):
+        raise ConversionError(
+            f"fit: on_step={on_step!r:.60}: expected a function of a step's number and its metrics"
+        )
     batches = iter(loader)
     if epochs > 1 and batches is loader:
         raise ConversionError(

@@ -124,8 +124,8 @@ def placement(
     """Where a state is, or where a plan will have it: bytes in every tier.
 
     Args:
-        state_or_plan: a state; one of shapes (`fz.abstract_state`) will do. Or a plan, before
-            anything is allocated.
+        state_or_plan: a state; one of shapes (`fz.abstract_state`) will do where nothing is on
+            disk. Or a plan, before anything is allocated.
         model: with a plan, the model.
         tx: with a plan, the optimizer, to count its state too.
         devices: with a plan, devices to plan for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from fzero.state.averages import start
 from fzero.state.fingerprint import compare
 from fzero.state.logical import logical_view, store
 from fzero.state.train_state import TrainState
+from fzero.storage.tiers import HOST, host_sharding
 from fzero.tree import PyTree, map_named, named_leaves
 
 
@@ -240,10 +242,20 @@ def abstract_state(
     Args and Raises as for `init`.
 
     Returns:
-        A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
+        A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`. What the plan
+        keeps on the host has that memory kind. On disk there are no shapes: leaves that it keeps
+        there are those of the device (`fz.placement(plan, model, tx)` counts them where they are).
     """
     blue = blueprint(model, tx, plan, devices)
-    return TrainState(**blue.shapes(), **blue.statics)
+
+    def where(name: str, path: str, leaf: Any) -> Any:
+        parking = blue.buckets.parked.get((name, path))
+        if parking is None or parking.tier != HOST:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding(leaf.sharding))
+
+    fields = {name: map_named(partial(where, name), tree) for name, tree in blue.shapes().items()}
+    return TrainState(**fields, **blue.statics)
 
 
 def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
