@@ -89,7 +89,7 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
         uint8 on the host, `quantized_shape(array.shape, to)`: a row for each block, or for 256.
 
     Raises:
-        StateError: `array` has no floats, or another word than those.
+        StateError: `array` has no floats or is traced, or another word than those.
 
     Example:
         >>> import numpy as np
@@ -102,6 +102,11 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
         levels (floats of 8 bits around the mean of the whole weight).
     """
     num, _ = quantized_shape(np.shape(array), to)
+    if isinstance(array, jax.core.Tracer):  # within `init`, say, which fz.init traces
+        raise StateError(
+            "quantize: got a traced array: it works on the host. Quantise outside, and give the"
+            " records as initial values: Model(init=(params, buffers)), model.with_init(pair)"
+        )
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, np.floating):
         raise StateError(f"quantize: expected floats, got {array.dtype}")

@@ -154,6 +154,8 @@ def test_what_is_refused():
         fz.quantize(WHOLE, "fp4")
     with pytest.raises(fz.StateError, match="expected floats, got int32"):
         fz.quantize(np.arange(3, dtype=np.int32))
+    with pytest.raises(fz.StateError, match=r"traced array.*Quantise outside"):
+        jax.eval_shape(fz.quantize, WHOLE)
     with pytest.raises(fz.StateError, match=r"shape \(4, 65\).*got \(3, 36\).*another weight"):
         fz.dequantize(fz.quantize(WHOLE), (4, 65), "float32")
     with pytest.raises(fz.StateError, match="dtype=int32: expected a float"):

@@ -137,11 +137,34 @@ def test_lions_second_beta_is_deepspeeds():
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps is missing"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9.5}}},
          "total_num_steps is 9.5.*expected a whole number"),
+        ({"train_batch_size": 0}, "train_batch_size is 0: expected 1 or more"),
+        ({"train_batch_size": -16}, "train_batch_size is -16: expected 1 or more"),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "per_gpu is 0: expected 1"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -0.1}}}, "lr is -0.1: expected 0 or"),
+        ({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 1]}}}, "two numbers below 1"),
+        ({"optimizer": {"type": "SGD", "params": {"weight_decay": -1}}}, "decay is -1: expected 0"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
     with pytest.raises(ConversionError, match=words):
         tb.from_deepspeed(config)
+
+
+@pytest.mark.parametrize(
+    ("read", "config", "words"),
+    [
+        (tb.from_accelerate, {"num_processes": 0}, "num_processes is 0: expected 1 or more"),
+        (tb.from_accelerate, {"num_processes": -1}, "num_processes is -1: expected 1 or more"),
+        (tb.from_accelerate, {"num_machines": 0}, "num_machines is 0: expected 1 or more"),
+        (tb.from_training_arguments, {"per_device_train_batch_size": 0}, "size is 0: expected 1"),
+        (tb.from_training_arguments, {"gradient_accumulation_steps": 0}, "steps is 0: expected 1"),
+        (tb.from_training_arguments, {"learning_rate": -1.0}, "rate is -1.0: expected 0 or more"),
+        (tb.from_training_arguments, {"adam_beta2": 1}, "beta2 is 1.0: expected less than 1"),
+    ],
+)
+def test_counts_and_rates_that_cannot_be_are_refused(read, config, words):
+    with pytest.raises(ConversionError, match=words):
+        read(config)
 
 
 def test_a_loss_scale_that_is_switched_off_is_not_in_the_plan():

@@ -77,14 +77,14 @@ def from_accelerate(
     kind = str(keys.take("distributed_type", "NO")).upper().replace("FALSE", "NO")  # YAML's no
     if kind not in ("NO", "FSDP", "DEEPSPEED") and not kind.startswith("MULTI_"):
         raise keys.error("distributed_type", repr(kind), "expected FSDP, DEEPSPEED or MULTI_GPU")
-    devices, machines = keys.number("num_processes", -1, int), keys.number("num_machines", 1, int)
+    devices, machines = keys.count("num_processes"), keys.count("num_machines", 1)
     _precision(keys, fields)
     _parallelism(keys, fields)
     inner = None
     if kind == "DEEPSPEED":
         # DeepSpeed counts the ranks that have rows of their own.
         others = math.prod(_beside_data(fields).values())
-        ranks = None if devices < 1 else max(devices // others, 1)
+        ranks = None if devices is None else max(devices // others, 1)
         inner = _deepspeed(keys, config, ranks, given)
         theirs = inner.plan.precision
         if theirs not in (own := fields.get("precision", theirs), "fp32"):
@@ -113,9 +113,9 @@ def from_accelerate(
     return replace(inner, plan=plan, notes=notes)
 
 
-def _data(keys: Keys, fields: dict[str, Any], devices: int) -> None:
+def _data(keys: Keys, fields: dict[str, Any], devices: int | None) -> None:
     """What the other axes leave for `data`; Accelerate, too, wants a product of all processes."""
-    if devices < 1:
+    if devices is None:
         return
     others = _beside_data(fields)
     data = fields.setdefault("data", max(devices // math.prod(others.values()), 1))
@@ -153,7 +153,7 @@ def _parallelism(keys: Keys, fields: dict[str, Any]) -> None:
     names = {"dp_replicate": "replica", "dp_shard": "data", "tp": "tensor", "cp": "context"}
     for theirs, ours in names.items():
         key = f"parallelism_config_{theirs}_size"
-        size = own.number(key, 1, int)
+        size = own.count(key, 1)
         if size == 1:
             continue
         if ours not in fz.Plan.__dataclass_fields__:
@@ -195,14 +195,14 @@ def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Impor
                 zero[f"offload_{name}"]["nvme_path"] = path
     made = {
         "zero_optimization": zero,
-        "gradient_accumulation_steps": own.number("gradient_accumulation_steps", 1, int),
+        "gradient_accumulation_steps": own.count("gradient_accumulation_steps", 1),
         "gradient_clipping": own.number("gradient_clipping", 0.0),
     }
     own.done()
     return deepspeed_plan(made, devices, auto)
 
 
-def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> None:
+def _fsdp(keys: Keys, fields: dict[str, Any], devices: int | None, machines: int) -> None:
     own = keys.below("fsdp_config") or keys.made("fsdp_config", {})
     strategy = own.take("fsdp_sharding_strategy")
     strategy = _BY_NUMBER.get(strategy, strategy)
@@ -218,7 +218,7 @@ def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> No
     fields["zero"], hybrid = _STRATEGIES[strategy]
     own.note("fsdp_sharding_strategy", strategy, f"zero={fields['zero']}")
     if hybrid:
-        if devices < 1 or devices % machines:
+        if devices is None or devices % machines:
             raise keys.error(
                 "num_processes", str(devices), f"{strategy} needs a multiple of num_machines"
             )

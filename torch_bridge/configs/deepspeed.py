@@ -191,17 +191,8 @@ def _loss_scale(own: Keys, fields: dict[str, Any], enabled: bool) -> None:
 
 
 def _batch(keys: Keys, fields: dict[str, Any], devices: int | None) -> int | None:
-    sizes: dict[str, int | None] = {}
-    for name in (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    ):  # fmt: skip
-        value = keys.take(name)
-        if value == AUTO:
-            keys.note(name, AUTO, why="filled in by the Hugging Face Trainer")
-            value = None
-        elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise keys.error(name, repr(value), "expected a whole number")
-        sizes[name] = value
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes: dict[str, int | None] = {name: keys.count(name, auto_is=None) for name in names}
     whole, micro, steps = sizes.values()
     if steps is None and whole is not None and micro is not None:
         if devices is None:
@@ -253,7 +244,7 @@ def _optimizer(keys: Keys) -> tuple[optax.GradientTransformation | None, Schedul
     name = str(own.take("type", "missing"))
     own.without_effect({"legacy_fusion": "how it is computed, not what"})
     own.done()
-    lr = params.number("lr", 1e-3)
+    lr = params.number("lr", 1e-3, least=0)
     schedule = None if scheduler is None else _scheduler(scheduler, lr)
     tx = transformation(name.lower(), params, lr if schedule is None else schedule)
     params.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -77,7 +78,12 @@ class Keys:
         return self.auto.get(self.prefix + key, AUTO)
 
     def number(
-        self, key: str, default: Any = None, kind: type = float, auto_is: Any = _MISSING
+        self,
+        key: str,
+        default: Any = None,
+        kind: type = float,
+        auto_is: Any = _MISSING,
+        least: float = -math.inf,
     ) -> Any:
         """A key's value as a number.
 
@@ -86,6 +92,7 @@ class Keys:
             default: where it is not there.
             kind: `int` or `float`.
             auto_is: what `auto` means that `auto=` does not say; an error if not given.
+            least: the smallest that it may be.
         """
         value = self.take(key, default)
         if value == AUTO and auto_is is not _MISSING:
@@ -102,7 +109,13 @@ class Keys:
             raise self.error(key, repr(value), "expected a number")
         if kind is int and value != int(value):
             raise self.error(key, repr(value), "expected a whole number")
+        if value < least:
+            raise self.error(key, repr(value), f"expected {least:g} or more")
         return kind(value)
+
+    def count(self, key: str, default: Any = None, auto_is: Any = _MISSING) -> Any:
+        """A key's value as how many there are of something, at least one."""
+        return self.number(key, default, int, auto_is, least=1)
 
     def below(self, key: str) -> Keys | None:
         """The keys below a key; `None` where there are none."""

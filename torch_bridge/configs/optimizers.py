@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from fzero.errors import is_number
 from torch_bridge.configs.keys import Keys
 
 
@@ -40,9 +41,10 @@ def transformation(name: str, keys: Keys, lr: Any) -> optax.GradientTransformati
         return _adam(name, keys, lr)
     if name == "lion":
         b1, b2 = _betas(keys, (0.9, 0.99))
-        return optax.lion(lr, b1, b2, weight_decay=keys.number("weight_decay", 0.0))
+        return optax.lion(lr, b1, b2, weight_decay=keys.number("weight_decay", 0.0, least=0))
     if name == "sgd":
-        momentum, decay = keys.number("momentum", 0.0), keys.number("weight_decay", 0.0)
+        momentum = keys.number("momentum", 0.0, least=0)
+        decay = keys.number("weight_decay", 0.0, least=0)
         keys.refuse({"dampening": "optax.sgd has none: write 0"}, (None, False, 0))
         sgd = optax.sgd(lr, momentum or None, bool(keys.take("nesterov", False)))
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
@@ -52,11 +54,11 @@ def transformation(name: str, keys: Keys, lr: Any) -> optax.GradientTransformati
 
 def _adam(name: str, keys: Keys, lr: Any) -> optax.GradientTransformation:
     b1, b2 = _betas(keys, (0.9, 0.999))
-    eps = keys.number("eps", 1e-8)
+    eps = keys.number("eps", 1e-8, least=0)
     decoupled = keys.take("adam_w_mode", True) or name == "adamw"
     # torch.optim.AdamW decays by itself, DeepSpeed's own kernels do not.
     torch_adamw = bool(keys.left.get("torch_adam")) and decoupled
-    decay = keys.number("weight_decay", 0.01 if torch_adamw else 0.0)
+    decay = keys.number("weight_decay", 0.01 if torch_adamw else 0.0, least=0)
     keys.refuse({"amsgrad": "use optax.amsgrad"})
     if not keys.take("bias_correction", True):
         raise keys.error("bias_correction", "false", "optax's Adam always corrects: write true")
@@ -69,6 +71,7 @@ def _adam(name: str, keys: Keys, lr: Any) -> optax.GradientTransformation:
 
 def _betas(keys: Keys, default: tuple[float, float]) -> tuple[float, float]:
     betas = keys.take("betas", default)
-    if not (isinstance(betas, list | tuple) and len(betas) == 2):
-        raise keys.error("betas", repr(betas), "expected two numbers (auto: pass auto=)")
+    two = isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas))
+    if not two or not all(0 <= beta < 1 for beta in betas):
+        raise keys.error("betas", repr(betas), "expected two numbers below 1 (auto: pass auto=)")
     return float(betas[0]), float(betas[1])

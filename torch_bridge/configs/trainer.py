@@ -86,7 +86,16 @@ def from_training_arguments(
     steps = num_steps or said
     notes: list[Note] = []
     _refuse_misspelt(source, values)
-    Keys(source, values, {}, notes=notes).refuse(_NO_COUNTERPART, (None, False, 0, "", []))
+    keys = Keys(source, {k: v for k, v in values.items() if v is not None}, {}, notes=notes)
+    keys.refuse(_NO_COUNTERPART, (None, False, 0, "", []))
+    for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"):
+        keys.number(name, least=0)
+    for name in ("adam_beta1", "adam_beta2"):
+        if (beta := keys.number(name, 0.0, least=0)) >= 1:
+            raise keys.error(name, repr(beta), "expected less than 1")
+    rows, microbatches = (
+        keys.count(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
     base = _layout(source, values, devices, steps)
     fields: dict[str, Any] = {"zero": 0} if base is None else given_fields(base.plan)
     if base is None:
@@ -99,7 +108,7 @@ def from_training_arguments(
         if get(name):
             fields["precision"] = name
             notes.append(Note(name, True, f"precision={name!r}"))
-    fields["microbatches"] = int(get("gradient_accumulation_steps") or 1)
+    fields["microbatches"] = microbatches or 1
     notes.append(Note("gradient_accumulation_steps", fields["microbatches"],
                       f"microbatches={fields['microbatches']}"))  # fmt: skip
     clip = float(values.get("max_grad_norm", 1.0) or 0.0)
@@ -112,7 +121,6 @@ def from_training_arguments(
     tx, schedule = (base.tx, base.schedule) if base is not None and base.tx else (None, None)
     if tx is None:
         tx, schedule = _optimizer(source, values, steps, notes)
-    rows = get("per_device_train_batch_size")
     batch = rows * fields["microbatches"] * devices if rows and devices else None
     return Imported(fz.Plan(**fields), tx, schedule, batch, tuple(notes))
 
@@ -167,7 +175,8 @@ def _layout(
         elif word != "auto_wrap":
             config["fsdp_sharding_strategy"] = word.upper().replace("ZERO_2", "ZERO2")
     return from_accelerate(
-        {"distributed_type": "FSDP", "num_processes": devices or -1, "fsdp_config": config}
+        {"distributed_type": "FSDP", "fsdp_config": config}
+        | ({} if devices is None else {"num_processes": devices})
     )
 
 
