@@ -377,8 +377,8 @@ class _StoredState:
             raise CheckpointError(
                 f"restore: checkpoint {self.about.number} in {self.about.path} is not one of this"
                 f" model and optimizer:\n  {some_of(problems, 8, lines=True)}\n"
-                "Restore with the model and optimizer that it was saved with (to freeze others, then"
-                " fz.with_optimizer(..., old_model=)); or take a part: fields=('params', 'buffers')"
+                "Restore with the model and optimizer that it was saved with (to freeze others,"
+                " then fz.with_optimizer(..., old_model=)), or a part: fields=('params', 'buffers')"
                 " leaves out the optimizer's state, fresh=('layer/w', ...) parameters with moments"
             )
 
