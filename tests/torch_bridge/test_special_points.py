@@ -341,6 +341,16 @@ def test_distances_whose_largest_gaps_are_equal():
     agree(lambda x: F.pdist(x, p=INF), x)
 
 
+@pytest.mark.parametrize("few", [2**24, 0], ids=["differences", "products"])
+def test_rows_that_are_equal_have_no_slope_however_many(few, monkeypatch):
+    """Whole numbers, of which PyTorch's product of matrices leaves no noise."""
+    monkeypatch.setattr("torch_bridge.lower.distances._FEW_NUMBERS", few)
+    x = torch.arange(120.0).reshape(30, 4) % 7
+    agree(lambda x: torch.cdist(x, x), x)
+    agree(lambda x, y: torch.cdist(x[:, None, :2], y), x, x[3:6, :2])
+    agree(lambda x: torch.cdist(x[:3], x[:3], compute_mode="use_mm_for_euclid_dist"), x)
+
+
 def test_labels_that_are_certain_or_impossible_have_a_ctc_loss():
     x = torch.full((3, 1, 3), -INF)
     x[0, 0, 1] = x[1, 0, 0] = x[2, 0, 2] = 0

@@ -2,7 +2,8 @@
 
 - `registry`: the table; `refs`: names of values in arguments; `sizes` and what guards them.
 - Numbers: `activation`, `arithmetic`, `special_functions`, `bessel`, `spectral`, `linalg`,
-  `matrix_norms`, `pseudo_inverse`, `linear`, `reduce`, `norm`, `loss`, `composite`.
+  `matrix_norms`, `pseudo_inverse`, `linear`, `reduce`, `distances`, `norm`, `loss`,
+  `composite`.
 - Positions: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `kernels`, `query_blocks`), `recurrent`, `experts`, `random`,
@@ -20,6 +21,7 @@ from torch_bridge.lower import composite as composite
 from torch_bridge.lower import control as control
 from torch_bridge.lower import conv as conv
 from torch_bridge.lower import detection as detection
+from torch_bridge.lower import distances as distances
 from torch_bridge.lower import experts as experts
 from torch_bridge.lower import factory as factory
 from torch_bridge.lower import flat_index as flat_index

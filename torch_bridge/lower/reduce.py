@@ -274,23 +274,3 @@ def renorm(x: jax.Array, p: float, dim: int, maxnorm: float) -> jax.Array:
     norm = vector_norm(cast(long, accumulation_dtype(x)), p, others, True)
     factor = maxnorm / (norm + 1e-7)
     return jnp.where(above, long * factor.astype(x.dtype), x)
-
-
-@register_operator("aten._cdist_forward.default")
-@once
-def cdist(x: jax.Array, y: Any, p: float, compute_mode: int | None) -> jax.Array:
-    """Distances of all pairs of rows. Shapes: x `(..., P, M)`, y `(..., R, M)`."""
-    return distances(jnp.expand_dims(x, -2) - jnp.expand_dims(y, -3), p)
-
-
-def distances(gaps: jax.Array, p: float) -> jax.Array:
-    """Norms of rows. Of the largest all have the whole gradient, where a norm's share it; a NaN is
-    no difference that could be counted."""
-    if p == 0:
-        counts = jnp.where(jnp.isnan(gaps), gaps, (gaps != 0).astype(gaps.dtype))
-        return jnp.sum(jax.lax.stop_gradient(counts), axis=-1)
-    if p != float("inf") or not gaps.shape[-1]:
-        return vector_norm(gaps, p, -1)
-    size = absolute(gaps)
-    best = jnp.max(jax.lax.stop_gradient(size), axis=-1, keepdims=True)
-    return jnp.sum(sloped(size, (size == best).astype(size.dtype)), axis=-1) + best[..., 0]

@@ -184,12 +184,3 @@ def _alignments(
     ends = jnp.where((number == 2 * length) | (number == 2 * length - 1), last, _NEVER)
     found = -jax.nn.logsumexp(ends)
     return jnp.where(steps == 0, jnp.where(length == 0, 0.0, -_NEVER), found)
-
-
-@register_operator("aten._pdist_forward.default")
-def pdist(x: jax.Array, p: float = 2.0) -> jax.Array:
-    """Distances of all pairs of rows, each once."""
-    from torch_bridge.lower.reduce import distances
-
-    first, second = np.triu_indices(x.shape[0], 1)
-    return distances(x[first] - x[second], p)
