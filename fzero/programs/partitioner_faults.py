@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +28,8 @@ _HOLD = (
 
 # Dims of a value that a sharding constraint holds whole.
 Dims = set[int]
+# Of an equation: the dims of its first operand and of its result that are to be held whole.
+DimsOf = Callable[[Any], tuple[Sequence[int], Sequence[int]]]
 
 
 def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -62,30 +67,44 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return traced
 
 
-def picking_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A function that holds whole what it picks of by an index for each row, along that dim.
+def holding_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function that holds whole what XLA's partitioner ends the process at, along those dims.
 
-    Where rows are shared out and two further axes divide, XLA's partitioner ends the process if
-    that dim is divided: of logits over `tensor`, say, of which `jnp.take_along_axis` picks labels.
+    What is picked of by an index for each row, where rows are shared out and two further axes
+    divide: logits over `tensor`, say, of which `jnp.take_along_axis` picks labels. And what a
+    Fourier transform runs along, where the size is no multiple of an axis' square.
 
     Args:
         run: the function.
         mesh: the mesh that it runs on.
 
     Returns:
-        `run` itself on other meshes.
+        `run` itself on meshes without further axes.
     """
     manual = manual_axes(mesh)
-    large = [name for name, size in dict(mesh.shape).items() if size > 1]
-    further = [name for name in large if name not in manual]
-    if len(further) < 2 or len(further) == len(large):
+    large = {name: size for name, size in dict(mesh.shape).items() if size > 1}
+    further = [size for name, size in large.items() if name not in manual]
+    if not further:
         return run
+    picks, parts = 1 < len(further) < len(large), {*further, math.prod(further)}
+
+    def dims_of(equation: Any) -> tuple[Sequence[int], Sequence[int]]:
+        if equation.primitive.name == "gather" and picks:
+            numbers = equation.params["dimension_numbers"]
+            if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
+                return numbers.start_index_map, ()
+        if equation.primitive.name == "fft":
+            shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+            along = range(len(shapes[0]))[-len(equation.params["fft_lengths"]) :]
+            uneven = [d for d in along if any(s[d] % n**2 for s in shapes for n in parts)]
+            return uneven, uneven
+        return (), ()
 
     def held(*args: Any) -> Any:
         from jax.extend.core import jaxpr_as_fun
 
         program, out = jax.make_jaxpr(run, return_shape=True)(*args)
-        program = program.replace(jaxpr=_picked_whole(program.jaxpr))
+        program = program.replace(jaxpr=_held_whole(program.jaxpr, dims_of))
         found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
@@ -160,24 +179,26 @@ def _equations(
     return [held.get(id(x), set()) for x in jaxpr.outvars]
 
 
-def _picked_whole(jaxpr: Any) -> Any:
-    """A program that holds whole what it picks of by an index for each row, along that dim."""
+def _held_whole(jaxpr: Any, dims_of: DimsOf) -> Any:
+    """A program that holds whole what equations take first, and what they give."""
     equations = []
     for equation in jaxpr.eqns:
         own = {
-            name: jax.tree.map(_open_whole, value, is_leaf=_is_program)
+            name: jax.tree.map(partial(_within, dims_of=dims_of), value, is_leaf=_is_program)
             for name, value in equation.params.items()
             if any(map(_is_program, jax.tree.leaves(value, is_leaf=_is_program)))
         }
         equation = equation.replace(params={**equation.params, **own}) if own else equation
-        if equation.primitive.name == "gather":
-            numbers, (value, *rest) = equation.params["dimension_numbers"], equation.invars
-            dims = numbers.start_index_map
-            if numbers.operand_batching_dims or len(dims) > 1:
-                with standing(equation):
-                    holding = _holding(value.aval, dims)
-                equations.append(holding.replace(invars=[value]))
-                equation = equation.replace(invars=[*holding.outvars, *rest])
+        before, after = dims_of(equation)
+        with standing(equation) if before or after else nullcontext():
+            taken = [_holding(x.aval, before) for x in equation.invars[:1] if before]
+            given = [_holding(x.aval, after) for x in equation.outvars[:1] if after]
+        for one in taken:
+            equations.append(one.replace(invars=equation.invars[:1]))
+            equation = equation.replace(invars=[*one.outvars, *equation.invars[1:]])
+        for one in given:
+            equations.append(equation.replace(outvars=one.invars))
+            equation = one.replace(outvars=equation.outvars)
         equations.append(equation)
     return jaxpr.replace(eqns=equations)
 
@@ -186,11 +207,13 @@ def _is_program(value: Any) -> bool:
     return hasattr(value, "eqns")
 
 
-def _open_whole(value: Any) -> Any:
+def _within(value: Any, dims_of: DimsOf) -> Any:
     if not _is_program(value):
         return value
     closed = getattr(value, "jaxpr", None)
-    return _picked_whole(value) if closed is None else value.replace(jaxpr=_picked_whole(closed))
+    if closed is None:
+        return _held_whole(value, dims_of)
+    return value.replace(jaxpr=_held_whole(closed, dims_of))
 
 
 def _holding(aval: Any, dims: Sequence[int]) -> Any:

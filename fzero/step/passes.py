@@ -26,7 +26,7 @@ from fzero.processes import repeated
 from fzero.programs.partitioner_faults import (
     checked,
     checked_where_differentiated,
-    picking_whole,
+    holding_whole,
 )
 from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
@@ -196,7 +196,7 @@ class OneProgram:
             axis_names=manual_axes(mesh),
             check_vma=False,
         )
-        return picking_whole(run, mesh)
+        return holding_whole(run, mesh)
 
 
 def _not_differentiated(run: Callable[..., Any], plan: Plan) -> Callable[..., Any]:

@@ -414,7 +414,7 @@ DIVIDED = fz.Plan(zero=3, data=2, context=4, min_shard_bytes=0)
 
 
 def stepped(model, plan, batch):
-    devices, tx = jax.devices()[: plan.data * plan.context], optax.sgd(0.01)
+    devices, tx = jax.devices()[: plan.data * plan.context * plan.tensor], optax.sgd(0.01)
     state = fz.init(model, tx, plan, devices=devices)
     step = fz.train_step(model, tx, plan, devices=devices)
     state, _ = step(state, batch)
@@ -470,6 +470,31 @@ def test_a_model_s_own_max_pooling_is_right_or_refused(before, after):
     for run in (lambda plan: stepped(model, plan, batch), slope):  # sums in another order
         found = [run(plan) for plan in (fz.Plan(data=1), DIVIDED)]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
+
+
+@pytest.mark.parametrize("axes", [{"context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+def test_a_fourier_transform_may_run_along_positions_of_any_number(axes):
+    """As FNet mixes them. XLA's partitioner divides one of 16 positions; at 8 it ends all."""
+
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 8)), "out": jnp.ones((8, 1))}, {}
+
+    def loss(p, buffers, batch, rng, train):
+        mixed = jnp.fft.fft(batch["x"] @ p["w"], axis=1).real / 8
+        back = jnp.fft.irfft(jnp.fft.rfft(mixed * mixed, axis=1), n=8, axis=1)
+        return jnp.mean(jnp.square(back @ p["out"])), buffers, {}
+
+    model = fz.Model(init, loss)
+    batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)}
+    plans = fz.Plan(data=1), fz.Plan(**{"data": 1, **axes}, min_shard_bytes=0)
+    found = []
+    for plan in plans:
+        devices = jax.devices()[: plan.data * plan.context * plan.tensor]
+        state = fz.init(model, None, plan, rng=0, devices=devices)
+        evaluated = fz.eval_step(model, plan, devices=devices)(state, batch)
+        found.append((stepped(model, plan, batch), np.asarray(evaluated["loss"])))
+    # Sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
