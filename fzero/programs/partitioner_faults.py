@@ -28,8 +28,8 @@ _HOLD = (
 
 # Dims of a value that a sharding constraint holds whole.
 Dims = set[int]
-# Of an equation: the dims of its first operand and of its result that are to be held whole.
-DimsOf = Callable[[Any], tuple[Sequence[int], Sequence[int]]]
+# Of an equation: the dims of its first operands and of its result that are to be held whole.
+DimsOf = Callable[[Any], tuple[Sequence[Sequence[int]], Sequence[int]]]
 
 
 def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
@@ -68,11 +68,13 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
 
 
 def holding_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A function that holds whole what XLA's partitioner ends the process at, along those dims.
+    """A function that holds whole what XLA's partitioner would end at or get wrong, along the dims
+    that it does so at.
 
-    What is picked of by an index for each row, where rows are shared out and two further axes
-    divide: logits over `tensor`, say, of which `jnp.take_along_axis` picks labels. And what a
-    Fourier transform runs along, where the size is no multiple of an axis' square.
+    It ends the process at what is picked of by an index for each row, where rows are shared out and
+    two further axes divide: logits over `tensor`, say, of which `jnp.take_along_axis` picks labels.
+    And at what a Fourier transform runs along, where the size is no multiple of an axis' square.
+    Where two further axes divide it gets convolutions wrong along their positions.
 
     Args:
         run: the function.
@@ -88,16 +90,21 @@ def holding_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         return run
     picks, parts = 1 < len(further) < len(large), {*further, math.prod(further)}
 
-    def dims_of(equation: Any) -> tuple[Sequence[int], Sequence[int]]:
-        if equation.primitive.name == "gather" and picks:
-            numbers = equation.params["dimension_numbers"]
+    def dims_of(equation: Any) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+        name, given = equation.primitive.name, equation.params
+        if name == "gather" and picks:
+            numbers = given["dimension_numbers"]
             if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
-                return numbers.start_index_map, ()
-        if equation.primitive.name == "fft":
+                return [numbers.start_index_map], ()
+        if name == "conv_general_dilated" and len(further) > 1:
+            specs, kernel = given["dimension_numbers"][:2], equation.invars[1].aval.shape
+            if any(kernel[d] > 1 for d in specs[1][2:]):
+                return [spec[2:] for spec in specs], ()
+        if name == "fft":
             shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
-            along = range(len(shapes[0]))[-len(equation.params["fft_lengths"]) :]
+            along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
             uneven = [d for d in along if any(s[d] % n**2 for s in shapes for n in parts)]
-            return uneven, uneven
+            return [uneven], uneven
         return (), ()
 
     def held(*args: Any) -> Any:
@@ -180,7 +187,7 @@ def _equations(
 
 
 def _held_whole(jaxpr: Any, dims_of: DimsOf) -> Any:
-    """A program that holds whole what equations take first, and what they give."""
+    """A program that holds whole what equations take and give."""
     equations = []
     for equation in jaxpr.eqns:
         own = {
@@ -190,12 +197,14 @@ def _held_whole(jaxpr: Any, dims_of: DimsOf) -> Any:
         }
         equation = equation.replace(params={**equation.params, **own}) if own else equation
         before, after = dims_of(equation)
+        operands = list(equation.invars)
         with standing(equation) if before or after else nullcontext():
-            taken = [_holding(x.aval, before) for x in equation.invars[:1] if before]
+            taken = {i: _holding(operands[i].aval, dims) for i, dims in enumerate(before) if dims}
             given = [_holding(x.aval, after) for x in equation.outvars[:1] if after]
-        for one in taken:
-            equations.append(one.replace(invars=equation.invars[:1]))
-            equation = equation.replace(invars=[*one.outvars, *equation.invars[1:]])
+        for i, one in taken.items():
+            equations.append(one.replace(invars=[operands[i]]))
+            (operands[i],) = one.outvars
+        equation = equation.replace(invars=operands) if taken else equation
         for one in given:
             equations.append(equation.replace(outvars=one.invars))
             equation = one.replace(outvars=equation.outvars)
