@@ -116,6 +116,10 @@ LOSSES = {
     (lambda p, b: squares(p, b).sum() / jnp.ones_like(b["x"]).sum()): None,
     (lambda p, b: jnp.einsum("ij->j", squares(p, b)).sum() / len(b["x"]) / 1e-3): None,
     (lambda p, b: jnp.sum(p["v"])): None,
+    (lambda p, b: both(p, b)[0][jnp.arange(len(b["x"])), 0].mean()): None,  # places are no amounts
+    (lambda p, b: jnp.where(jnp.arange(len(b["x"])) < len(b["x"]), both(p, b)[0][:, 0], 0).mean()):
+        None,
+    (lambda p, b: both(p, b)[0][jnp.arange(len(b["x"])), 0].sum()): A_SUM,
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum(), jnp.float32(len(b["x"])))):
         r"adds to a sum over rows what is none \(add in test_row_sums.py:.*by the count",
     (lambda p, b: fz.Mean(squares(p, b).sum() + p["v"].sum() * len(b["x"]) + jnp.zeros(()) + 1e-6,

@@ -37,7 +37,8 @@ from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
 from torch_bridge.optim import optimizer as as_optax
-from torch_bridge.optim.schedules import position, require_of
+from torch_bridge.optim.schedules import position
+from torch_bridge.optim.unused import require_unused
 from torch_bridge.structure.chain import links_merged
 
 
@@ -144,7 +145,7 @@ def fit(
     """
     given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_empty(module)
-    _refuse_begun(optimizer, scheduler)
+    require_unused(optimizer, scheduler)
     batches = _begun(loader, epochs, on_step)
     first = _first(batches)
     traced = _with_its_loss(module, loss, first)
@@ -252,29 +253,6 @@ def _some_bytes(tensor: torch.Tensor) -> bytes:
     return some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
-    """Refuse an optimizer that has taken steps, a class of them, and a scheduler of none."""
-    if isinstance(optimizer, type):
-        raise ConversionError(
-            f"fit: the optimizer is the class {optimizer.__name__}: expected one of it, made of the"
-            " module's parameters"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        if scheduler is not None:
-            raise ConversionError(
-                "fit: scheduler= is of a torch optimizer; an optax transformation has its schedule"
-                " within, such as optax.adamw(optax.linear_schedule(...))"
-            )
-    elif any(map(_steps_done, optimizer.state.values())):
-        raise ConversionError(
-            f"fit: the {type(optimizer).__name__} has state of steps that it took, and fit would"
-            " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
-            " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
-        )
-    elif scheduler is not None:
-        require_of(optimizer, scheduler)
-
-
 def _begun(loader: Any, epochs: Any, on_step: Any) -> Iterator[Any]:
     """The batches of the first epoch."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
@@ -312,11 +290,6 @@ def _first(batches: Iterator[Any]) -> Any:
                 " batches is set in the module"
             )
     return first
-
-
-def _steps_done(state: Any) -> bool:
-    """Whether a parameter's state is of a step (Adagrad has one of none from the beginning)."""
-    return not isinstance(state, Mapping) or bool(state.get("step", 1))
 
 
 def _most_steps(loader: Any, epochs: int, scheduler: Any) -> int | None:

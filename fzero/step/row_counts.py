@@ -90,6 +90,10 @@ class Growth:
     def _power(self, op: Op) -> int | None:
         name = "" if op.equation is None else op.equation.primitive.name
         powers = [self(x) for x in op.operands]
+        if name in ("gather", "dynamic_slice"):  # places say which, and not how much
+            powers = powers[:1]
+        elif name == "select_n":
+            powers = powers[1:]
         if None in powers:
             return None
         known = [power for power in powers if power is not None]

@@ -296,12 +296,16 @@ def test_roundings_of_16_bits_are_no_rows_that_count_differently() -> None:
         tb.fit(module, [(x, labels)], nn.CrossEntropyLoss(), optimizer=sgd)
 
 
+SGD = torch.optim.SGD([torch.ones(1)], 0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"loss": "mse"}, "loss='mse': expected a function or module"),
         ({"loss": nn.MSELoss}, "loss=<class.*MSELoss'>: expected a function or module"),
         ({"optimizer": torch.optim.SGD}, "the optimizer is the class SGD"),
+        ({"optimizer": [SGD, SGD], "scheduler": [None]}, "several optimizers: expected one"),
         ({"epochs": 0}, "epochs=0: expected a number, 1 or more"),
         ({"epochs": "2"}, "epochs='2': expected a number, 1 or more"),
         ({"epochs": 1.5}, "epochs=1.5: expected a number, 1 or more"),
