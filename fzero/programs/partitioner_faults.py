@@ -118,18 +118,29 @@ def holding_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return held
 
 
-def checked_where_differentiated(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def checked_where_differentiated(
+    run: Callable[..., Any], mesh: Any, gathers_at_use: bool
+) -> Callable[..., Any]:
     """The same for a function that may be differentiated from without: it is refused then.
 
     Outside of a `jit` JAX refuses to differentiate a `shard_map` over some axes alone, in its own
-    words; within one it does.
+    words; within one it does. What gathers weights at use XLA's partitioner then refuses, in words
+    of its own, where only further axes divide.
     """
-    if not set(mesh.axis_names) - manual_axes(mesh):
+    further = set(mesh.axis_names) - manual_axes(mesh)
+    if not further:
         return run
+    alone = all(mesh.shape[name] == 1 for name in manual_axes(mesh))
     found = jax.custom_jvp(run)
 
     @found.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        if gathers_at_use and alone and any(mesh.shape[name] > 1 for name in further):
+            raise PlanError(
+                "plan: a gradient through an evaluation, with zero=3 (or gather='lazy') where rows"
+                " are not shared out (data=1, replica=1): XLA's partitioner takes none. Take it"
+                " with zero=2, whose numbers are the same: fz.replan, fz.eval_step; or data=2"
+            )
         jax.eval_shape(checked(run, mesh), *primals)
         return jax.jvp(jax.jit(run), primals, tangents)
 

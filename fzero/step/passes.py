@@ -157,7 +157,7 @@ class OneProgram:
             return out
 
         run = self.on_devices(local, PartitionSpec())
-        run = checked_where_differentiated(run, self.blueprint.mesh)
+        run = checked_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
@@ -170,7 +170,7 @@ class OneProgram:
             return local_outputs(model, rules, kept, buffers, batch, rng)
 
         run = self.on_devices(local, PartitionSpec(AXES))
-        run = checked_where_differentiated(run, self.blueprint.mesh)
+        run = checked_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
         return run(kept, buffers, batch, eval_key(rng))
 
     def _specs(self, spec: Callable[[Split], PartitionSpec], splits: PyTree) -> PyTree:

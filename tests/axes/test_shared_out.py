@@ -152,21 +152,36 @@ def test_files_say_over_which_axes_leaves_were_shared_out(tmp_path):
         tiny.same_bits(again, state)
 
 
+def slope(plan, jit):
+    devices = devices_of(plan)
+    state = fz.init(MODEL, TX, plan, rng=0, devices=devices)
+    evaluate = fz.eval_step(MODEL, plan, devices=devices)
+    grad = jax.grad(lambda p: evaluate(state.replace(params=p), BATCH)["loss"])
+    found = state.replace(params=(jax.jit(grad) if jit else grad)(state.params))
+    return jax.device_get(fz.logical(MODEL, found, plan))
+
+
 @pytest.mark.parametrize(
-    "plan", [plan_of(data=2, context=4), plan_of(data=2, expert=2, tensor=2)], ids=str
+    "plan",
+    [
+        plan_of(data=2, context=4),
+        plan_of(data=2, expert=2, tensor=2),
+        plan_of(2, data=1, context=4),
+    ],
+    ids=str,
 )
 def test_gradients_of_ones_own_pass_through_an_evaluation(plan):
     """Also outside of a `jit`, where JAX itself differentiates no `shard_map` over some axes."""
-
-    def slope(plan, jit):
-        devices = devices_of(plan)
-        state = fz.init(MODEL, TX, plan, rng=0, devices=devices)
-        evaluate = fz.eval_step(MODEL, plan, devices=devices)
-        grad = jax.grad(lambda p: evaluate(state.replace(params=p), BATCH)["loss"])
-        found = state.replace(params=(jax.jit(grad) if jit else grad)(state.params))
-        return jax.device_get(fz.logical(MODEL, found, plan))
 
     wanted = slope(ONE, False)
     for jit in (False, True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # sums of parts
         jax.tree.map(close, slope(plan, jit), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1, "gather": "lazy"}], ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+def test_where_rows_are_whole_a_gradient_of_ones_own_is_refused_by_name(options, jit):
+    """XLA's partitioner ends where weights are gathered at use over further axes alone."""
+    with pytest.raises(fz.PlanError, match=r"data=1, replica=1.*Take it with zero=2"):
+        slope(plan_of(data=1, context=4, **options), jit)
