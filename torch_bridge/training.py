@@ -120,7 +120,8 @@ def fit(
         rng: seed of initial keys, and of dropout.
         on_step: called with the number of each step, from 1, and its metrics, which are device
             values: reading one waits for the step. What it changes in the module or the loss does
-            not reach the compiled step; a warning says so at the end.
+            not reach the compiled step; a warning says so at the end. Nor does the module have the
+            trained values meanwhile: averages of them are `Plan(ema=)`.
         trained_module: also load the trained values into the module.
         roll: as in `tb.convert`; `False` where layers of a stack have learning rates of their own.
         buffer_reduce: how devices' values of a buffer become one, by its name: `"sum"` for a count
