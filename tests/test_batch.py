@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 from support import tiny
 
 import fzero as fz
 from fzero.batch import batch_sharding, check_batch, place_batch
 from fzero.compat import why_no_empty
+from fzero.sharding.local_batch import _moved
 
 
 TX = optax.sgd(0.1)
@@ -259,6 +261,12 @@ def test_rows_lie_in_order_over_replicas_then_data():
     x = place_batch({"x": np.arange(8, dtype=np.int32)}, mesh).rows["x"]
     where = {shard.device.id: int(shard.data[0]) for shard in x.addressable_shards}
     assert where == {device.id: row for row, device in enumerate(mesh.devices.flat)}
+
+
+def test_rows_of_processes_go_where_the_plan_has_their_devices():
+    sharding = NamedSharding(fz.Plan(data=4).mesh(jax.devices()[:4]), PartitionSpec("data"))
+    moved = _moved(sharding, (2, 0, 3, 1))(jax.device_put(np.arange(8), sharding))
+    assert moved.tolist() == [4, 5, 0, 1, 6, 7, 2, 3]
 
 
 def aligned(shape, value):

@@ -183,6 +183,11 @@ def test_json_both_ways(plan):
     assert fz.Plan.from_json(text).to_json() == data
 
 
+def test_a_share_of_nothing_is_no_tier():
+    none = {"params": 0, "opt_state": ("disk", 0.0), "ema": ("host", 0)}
+    assert fz.Plan(tiers=none) == fz.Plan()
+
+
 def test_every_field_has_a_value_of_its_own_in_the_json_test():
     defaults = fz.Plan().to_json()
     every = {**EVERY, **SPARING, **EIGHT}

@@ -214,6 +214,8 @@ def test_description_prints_every_leaf_and_why():
     assert lines["buffers/head/seen"].endswith("buffers stay whole")
     assert "opt_state" not in about.bytes_per_device
     assert f"Ψ = {NUM_ELEMENTS:,} parameters" in str(about)
+    sent = about.elements_communicated
+    assert f"per step and device: {sent / NUM_ELEMENTS:.3f} Ψ = {sent:,} elements" in str(about)
     assert "opt_state/0/mu/embed/table" in str(fz.describe(plan, MODEL, TX, num_devices=8))
 
 
@@ -324,6 +326,12 @@ def test_placement_finds_the_fullest_device_and_other_memory():
     assert str(where).splitlines()[0].split("  ")[-1].strip() == "tier"
     assert str(where).splitlines()[4].split() == ["opt_state", "0", "0", "24", "24", "host"]
     assert where.num_devices == 2
+
+    mesh = jax.make_mesh((2,), ("data",), devices=cpus[:2])
+    both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    leaves["params"]["b"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=both)
+    where = fz.placement(SimpleNamespace(**leaves, **empty))
+    assert where.bytes_per_device["total"] == 16 + 8, "of two leaves, on the first device"
 
 
 def test_described_and_placed_are_the_states_own_shapes():

@@ -173,3 +173,10 @@ def test_limits_of_less_than_a_second_are_refused(monkeypatch, text):
     with pytest.raises(fz.HostsError, match=f"at least 1 second, got {text}"):
         join._limit(None)
     assert join._limit(1) == 1.0
+
+
+def test_what_nobody_takes_in_time_is_not_sent():
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        ends[0].settimeout(0.01)
+        assert not Line(ends[0]).send({"much": "x" * 2**24})

@@ -223,6 +223,16 @@ def test_biases_of_heads_go_to_the_kernel_with_all_keys(length):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (one, other)), atol=0.03)
 
 
+def test_the_kernel_multiplies_scores_by_the_scale_that_is_given():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = [jax.random.normal(key, (2, 6, 2, 8), jnp.bfloat16) for key in keys]
+    with jax.numpy_dtype_promotion("standard"):
+        want = jax.nn.dot_product_attention(*x, scale=0.9, implementation="xla")
+        with answered():
+            out = fused_attention(*x, causal=False, window=None, scale=0.9)
+    np.testing.assert_array_equal(*(np.asarray(one, np.float32) for one in (out, want)))
+
+
 def test_lengths_of_rows_lie_along_their_axis():
     """Each device has those of its own rows; a row of none is 0, and divided keys have none."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -377,3 +377,10 @@ def test_a_deleted_state_takes_no_disk_while_its_handle_lives(tmp_path):
     (handle,) = disk.write([jnp.arange(30_000.0)], tmp_path, ["w"])
     handle.delete()
     assert bytes_held(tmp_path) == 0
+
+
+def test_a_folder_in_the_place_of_another_has_files_of_its_own(tmp_path):
+    (tmp_path / "here").mkdir()
+    first = scratch.scratch(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "away")
+    assert scratch.scratch(tmp_path / "here") is not first

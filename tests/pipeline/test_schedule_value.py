@@ -105,6 +105,8 @@ def test_malformed_json_names_row_and_cell(text, message):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ScheduleError, match=r"none.csv: cannot read"):
         Schedule.from_csv(tmp_path / "none.csv")
+    with pytest.raises(ScheduleError, match=r"cannot read .*directory"):
+        Schedule.from_csv(tmp_path)
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
     with pytest.raises(ScheduleError, match="not a text file"):
         Schedule.from_csv(tmp_path / "bytes.csv")

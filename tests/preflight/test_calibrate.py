@@ -25,6 +25,7 @@ from fzero.preflight.calibrate import (
     _matmuls,
     _memory,
     _narrow_matmuls,
+    _seconds,
     calibrate,
     kind_of,
 )
@@ -156,3 +157,15 @@ def test_a_device_without_a_data_sheet_is_refused():
 
     with pytest.raises(fz.PreflightError, match=r"'NVIDIA T4'.*h200.*rates of your own"):
         calibrate(Unknown())
+
+
+def test_seconds_are_those_of_one_call(monkeypatch):
+    clock = [0.0]
+
+    def run():
+        clock[0] += 0.25
+        return 0
+
+    monkeypatch.setattr(calibrating, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert _seconds(run, (), Effort((), 0, (0, 0, 0, 0), 0.0, 4.0, 2)) == 0.25
+    assert clock[0] == (1 + 2 + 2 * 8) * 0.25, "two runs of what takes two seconds each"

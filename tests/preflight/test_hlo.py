@@ -338,6 +338,14 @@ def test_flops(f: Callable[[Any], Any], flops: int) -> None:
     assert (found.flops, found.unknown) == (flops, ())
 
 
+@needs_8_devices
+def test_matmuls_of_each_branch_are_counted() -> None:
+    module = hlo.Module(
+        _compile(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x[:COLS], jnp.sin, x))
+    )
+    assert hlo.Matmuls(module).instructions(module.entry) == 1
+
+
 def test_flops_of_library_calls() -> None:
     text = """HloModule m
 ENTRY %main (a: f32[2,3], b: f32[3,5]) -> f32[2,5] {

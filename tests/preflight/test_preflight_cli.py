@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -243,4 +245,11 @@ def test_without_the_plugin_it_says_so_and_offers_cpus(monkeypatch):
 
 def test_devices_that_are_not_here_cannot_be_measured(monkeypatch):
     with pytest.raises(CommandError, match="h200:8 needs 8 devices of that kind, there are 0"):
+        _devices(topology.parse("h200:8"))
+
+
+def test_devices_of_another_kind_are_not_measured(monkeypatch):
+    here = [SimpleNamespace(device_kind="NVIDIA A100-SXM4-80GB")] * 8
+    monkeypatch.setattr(jax, "devices", lambda kind: here)
+    with pytest.raises(CommandError, match="8 devices of that kind, there are 0 here"):
         _devices(topology.parse("h200:8"))

@@ -74,6 +74,11 @@ def changed_places(self: nn.Module, y: torch.Tensor) -> None:
     self.center, self.other = self.other, self.center
 
 
+def written_and_changed_places(self: nn.Module, y: torch.Tensor) -> None:
+    self.center.add_(mean(y))
+    self.center, self.other = self.other, self.center
+
+
 def to_and_fro(self: nn.Module, y: torch.Tensor) -> None:
     kept = self.center
     self.center = kept + mean(y)
@@ -81,7 +86,8 @@ def to_and_fro(self: nn.Module, y: torch.Tensor) -> None:
     self.center = kept
 
 
-WAYS = [plain, registered, in_the_dict, twice_and_in_place, changed_places, to_and_fro]
+WAYS = [plain, registered, in_the_dict, twice_and_in_place, changed_places,
+        written_and_changed_places, to_and_fro]  # fmt: skip
 
 
 @pytest.mark.parametrize("around", [lambda m: m, Part, lambda m: Part(Part(m))])

@@ -174,6 +174,7 @@ class OfNumbers(torch.nn.Module):
         scale = torch.tensor([1.0, 2.0, 3.0], device=x.device) * torch.asarray(2, device=x.device)
         rows = torch.tensor(x.shape[0], device=x.device) + torch.as_tensor(0.5)
         other = x.new_tensor([[4, 5, 6]]) + x.new([7, 8, 9])
+        other = other if x.new_tensor([4]).is_floating_point() else 0
         x = x[:, [2, 0, 1]] * scale + rows + other + x[[1]]
         x[:, [0]] = 5.0
         return x + x[[[0, 1], [2, 0]]].sum()  # a list of lists counts as a tuple

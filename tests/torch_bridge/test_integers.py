@@ -278,3 +278,13 @@ def test_factors_of_whole_products_are_whole() -> None:
     given = [torch.arange(4).reshape(2, 2) + n for n in range(3)]
     found = tb.convert(Product(), *given).apply({}, {}, *(x.numpy() for x in given)).output
     assert found.tolist() == Product()(*given).tolist()
+
+
+@pytest.mark.parametrize("kind", ["amax", "amin"])
+def test_the_first_of_what_is_written_decides_where_a_bool_itself_does_not_count(kind: str) -> None:
+    module = Fn(lambda x, i, y: x.scatter_reduce(0, i, y, kind, include_self=False))
+    x, i = torch.tensor([True, False, True]), torch.tensor([0, 1, 1])
+    y = torch.tensor([kind == "amin", True, False])
+    np.testing.assert_array_equal(
+        tb.convert(module, x, i, y, train=False)(x, i, y), module(x, i, y)
+    )

@@ -167,3 +167,12 @@ def test_factors_are_floats(adapted):
             tb.with_adapter(adapted, state, {name: change(x) for name, x in given.items()})
     with pytest.raises(fz.CheckpointError, match="source=None: expected a folder, or tensors"):
         tb.with_adapter(adapted, state, None)
+
+
+def test_averages_are_those_of_the_adapter_that_comes(adapted):
+    plan = fz.Plan(zero=0, ema=0.5)
+    state = fz.init(adapted.model(squares), None, plan)
+    given = {name: np.asarray(x) + 1 for name, x in tb.adapter(adapted, state).items()}
+    found = fz.averaged(tb.with_adapter(adapted, state, given, plan), adapted.model(squares), plan)
+    for name, value in tb.adapter(adapted, found).items():
+        np.testing.assert_array_equal(value, given[name])

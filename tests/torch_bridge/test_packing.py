@@ -149,6 +149,10 @@ def test_what_int32_would_change_is_refused(documents, options, message):
         tb.pack(documents, length=4, **options)
 
 
+def test_what_is_left_of_a_row_is_the_padding_that_is_asked_for():
+    assert tb.pack([[3, 4]], length=4, pad=9)["ids"].tolist() == [[3, 4, 9, 9]]
+
+
 def test_no_document_is_taught_the_first_token_of_the_next():
     rows = tb.pack([[3, 4], [5, 6]], length=5)
     assert rows["labels"].tolist() == [[-100, 4, -100, 6, -100]]

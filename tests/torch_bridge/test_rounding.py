@@ -73,6 +73,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         X.view(256, 16), POSITIVE.view(256, 16), B.view(16, 16, 16) / 16, C[:16],
     ),
     "convolution.default": (IMAGE, KERNEL, C[:16], [1], [1], [1], False, [0], 1),
+    "_adaptive_avg_pool2d.default": (HEADS, [5, 3]),
     "dist.default": (X, B),
     "scaled_dot_product_attention.default": (HEADS * 2, HEADS.flip(1), HEADS.flip(2)),
 }  # fmt: skip

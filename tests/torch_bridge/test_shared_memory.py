@@ -90,11 +90,12 @@ class Writes(nn.Module):
     [
         (lambda m: torch.from_numpy(m.memory), floats()),
         (lambda m: torch.as_tensor(m.memory[1:2]), floats()),
+        (lambda m: torch.as_tensor(data=m.memory), floats()),
         (lambda m: torch.frombuffer(m.memory, dtype=torch.uint8), bytearray(6)),
         (lambda m: 1 * added_without_gradient(torch.from_numpy(m.memory)), floats()),
         (lambda m: 1 * made_without_gradient(m.memory), floats()),
     ],
-    ids=["numpy", "view", "bytearray", "no_grad", "all in no_grad"],
+    ids=["numpy", "view", "by name", "bytearray", "no_grad", "all in no_grad"],
 )
 def test_a_write_through_a_tensor_into_an_array_is_refused(read: Any, memory: Any) -> None:
     said = r"writes through a tensor into the array memory.*\n  at: .*, in (forward|\w+_without)"

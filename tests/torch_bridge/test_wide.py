@@ -496,3 +496,8 @@ def test_places_of_extremes_are_found_in_64_bits_beside_a_gradient() -> None:
         np.testing.assert_array_equal(got, want.numpy())
     assert int(argmax(jnp.asarray([[1.0, np.nan, 9.0, np.nan]]), keepdims=True)[0, 0]) == 1
     assert int(argmin(np.asarray([3.0, np.nan, -1.0]), axis=-1)) == 1
+
+
+def test_a_sum_of_complex_numbers_is_complex() -> None:
+    module, x = Fn(lambda x: torch.view_as_real(torch.complex(x, x * x).sum(0))), torch.rand(3, 4)
+    np.testing.assert_allclose(tb.convert(module, x)(x), module(x), rtol=1e-6)

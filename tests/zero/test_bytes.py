@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -96,3 +97,16 @@ def test_a_new_moment_is_not_there_beside_the_one_that_is_kept(zero, most):
     batch = {"x": np.ones((8, 512), np.float32)}
     step = fz.train_step(model, tx, plan).lower(state, batch).compile()
     assert step.memory_analysis().temp_size_in_bytes < most * 2**20
+
+
+def test_a_dim_of_as_many_rows_as_devices_is_cut():
+    leaf = fz.describe(tiny.plan(zero=3, data=N), rows_of(N), num_devices=N).leaves[0]
+    assert (leaf.dim, leaf.shards) == (0, N)
+
+
+def rows_of(rows):
+    """A model of one matrix with so many rows, of 3 elements."""
+    return fz.Model(
+        lambda key: ({"w": jnp.ones((rows, 3))}, {}),
+        lambda p, buffers, batch, rng, train: (jnp.mean(p["w"]), buffers, {}),
+    )

@@ -378,3 +378,20 @@ def test_a_frozen_base_may_have_floats_of_8_bits_and_a_trained_leaf_none(precisi
     np.testing.assert_allclose(found["up"], first["up"] - 0.1 * gradient, atol=scale)
     with pytest.raises(fz.StateError, match=r"params/base has dtype float8_e4m3fn, .* freeze it"):
         fz.init(fz.Model(init, loss), tx, plan)
+
+
+def test_what_comes_before_all_that_learns_needs_no_derivative():
+    """A loop of unknown length has none: it may be in the first layer, and wherever all is frozen
+    before."""
+
+    def halved(p, batch, ctx):
+        x = jax.lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, batch["x"])
+        return x @ p["w"]
+
+    model = fz.Sequential(
+        [fz.Layer("first", lambda key: {"w": jnp.ones((WIDTH, 1))}, halved)],
+        loss=lambda y, batch: jnp.mean(y**2),
+    )
+    plan = tiny.plan(zero=1, data=2)
+    _, metrics = fz.train_step(model, tx(), plan)(fz.init(model, tx(), plan), BATCH)
+    assert np.isfinite(metrics["loss"])

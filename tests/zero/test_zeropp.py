@@ -211,6 +211,8 @@ def test_host_groups_are_the_neighbours_of_a_host():
     ]:
         with pytest.raises(fz.PlanError, match=words):
             secondary_size(plan, 4, machine(*hosts))
+    with pytest.raises(fz.PlanError, match="equally many neighbours"):
+        secondary_size(plan.replace(replica=2), 4, machine(0, 0, 1, 1, 2, 3, 3, 2))
 
 
 REFUSED = [

@@ -14,7 +14,7 @@ from torch import nn
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
-from torch_bridge.formats.names_in_files import _module_of, concatenated, stacked
+from torch_bridge.formats.names_in_files import _converted, _module_of, concatenated, stacked
 from torch_bridge.module.lazy_tensor import in_memory
 from torch_bridge.module.names import read_layout
 
@@ -179,3 +179,10 @@ def test_what_is_joined_is_read_piece_by_piece() -> None:
         torch.testing.assert_close(lazy.tensor(), want, rtol=0, atol=0)
     with pytest.raises(CheckpointError, match=r"`all` is made of tensors that differ"):
         stacked("all", [tensors[0], in_memory("other", torch.zeros(2, 4, 6))], 0)
+
+
+def test_of_several_tensors_none_is_taken_for_all() -> None:
+    one, other = (in_memory(name, torch.zeros(2)) for name in ("one", "other"))
+    for found in ([[one, other]], [[one], [other]]):
+        with pytest.raises(CheckpointError, match="several tensors are `all`"):
+            _converted("all", found, [])
