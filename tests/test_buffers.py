@@ -150,6 +150,13 @@ def test_a_count_of_rows_must_be_told_as_that_of_values(count):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_an_evaluation_wants_buffers_on_the_device():
+    model, plan = _counting(lambda x: 1), tiny.plan(zero=0, data=1)
+    state = fz.offload(fz.init(model, TX, plan), "buffers")
+    with pytest.raises(fz.PlacementError, match=r"eval_step: .* buffers/seen"):
+        fz.eval_step(model, plan)(state, BATCH)
+
+
 def test_a_count_of_rows_is_seen_beside_values_that_are_no_rows():
     def count(p: Any, x: Any, ctx: Any) -> Any:
         return x["rows"] * x["gain"], {"seen": ctx.buffers["seen"] + x["rows"].shape[0]}

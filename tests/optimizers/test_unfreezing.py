@@ -75,6 +75,13 @@ def test_a_state_is_laid_out_as_a_new_one_of_the_other_model(precision):
         fz.train_step(new, tx, cut)(found, batch(0))
 
 
+def test_what_is_filled_up_is_that_of_the_other_model():
+    cut = tiny.plan(zero=1, data=3, precision="bf16")
+    old, model = (stacked().with_frozen({name}) for name in ("first", "last"))
+    state = fz.with_optimizer(fz.init(old, TX, cut), model, TX, TX, cut, old_model=old)
+    assert state.padded == fz.init(model, TX, cut).padded != fz.init(old, TX, cut).padded
+
+
 def test_the_refusal_names_what_unfreezes():
     model, cut = stacked(), plan(zero=1, data=2, ema=DECAY)
     frozen = model.with_frozen(["first"])

@@ -41,6 +41,27 @@ def test_fp16_gradients_are_unscaled(schedule):
     tiny.close(found, expected, rtol=0, atol=2e-3)
 
 
+def test_gradients_of_microbatches_are_added_in_float32():
+    """Beside 256 bfloat16 has no ones."""
+
+    def one(key):
+        return {"w": jnp.ones(())}
+
+    model, tx = (
+        fz.Sequential(
+            [fz.Layer("first", one, lambda p, batch, ctx: fz.cast(batch["x"], like=p) * p["w"]),
+             fz.Layer("last", one, lambda p, x, ctx: x * p["w"])],
+            loss=lambda x, batch: fz.Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size)),
+        ),
+        optax.sgd(1.0),
+    )  # fmt: skip
+    plan = tiny.plan(pipe=2, data=1, microbatches=8, precision="bf16")
+    batch = {"x": np.float32([[256], *[[1]] * 7])}
+    state, _ = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), batch)
+    for leaf in jax.tree.leaves(fz.logical(model, state, plan)):
+        assert leaf == 1 - (256 + 7) / 8
+
+
 def counted():
     """A chain whose layers count their calls and add up what they see."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from parity import check_parity
 from torch import nn
 
 import fzero as fz
@@ -501,3 +502,11 @@ def test_places_of_extremes_are_found_in_64_bits_beside_a_gradient() -> None:
 def test_a_sum_of_complex_numbers_is_complex() -> None:
     module, x = Fn(lambda x: torch.view_as_real(torch.complex(x, x * x).sum(0))), torch.rand(3, 4)
     np.testing.assert_allclose(tb.convert(module, x)(x), module(x), rtol=1e-6)
+
+
+def test_the_factor_of_a_complex_matrix_has_pytorchs_gradient() -> None:
+    def factor(x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x * x.sin())
+        return torch.view_as_real(torch.linalg.cholesky(z @ z.mH + torch.eye(4)))
+
+    check_parity(Fn(factor), torch.rand(4, 4, generator=torch.Generator().manual_seed(0)))

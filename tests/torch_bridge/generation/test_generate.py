@@ -24,7 +24,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
 from torch_bridge.generation.generate import _decoder, _leaves
-from torch_bridge.generation.key_value_cache import Sizes
+from torch_bridge.generation.key_value_cache import Sizes, find_spots
 from torch_bridge.generation.prompts import Limits, read_prompts, stop_array, warn_of_padding
 from torch_bridge.generation.sampling import Draw
 from torch_bridge.structure.chain import links_merged
@@ -416,3 +416,12 @@ def test_the_parameters_of_another_model_are_refused(converted: tb.Converted) ->
         tb.generate(converted, shorter, PROMPTS, NEW)
     with pytest.raises(fz.CheckpointError, match=r"\['lm_head.weight'\] are of one of the two"):
         tb.generate(converted, {**converted.params, "lm_head.weight": 0}, PROMPTS, NEW)
+
+
+def test_a_layer_that_writes_to_its_cache_twice_is_named(module: GPT2LMHeadModel) -> None:
+    twice = copy.deepcopy(module)
+    layer = twice.transformer.h[1].attn
+    once = layer.forward
+    layer.forward = lambda *args, **kwargs: [once(*args, **kwargs) for _ in range(2)][-1]
+    with pytest.raises(ConversionError, match=r"layers \[1\] do not write .* once in a call"):
+        find_spots(twice)
