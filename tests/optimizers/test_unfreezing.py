@@ -82,6 +82,17 @@ def test_what_is_filled_up_is_that_of_the_other_model():
     assert state.padded == fz.init(model, TX, cut).padded != fz.init(old, TX, cut).padded
 
 
+def test_averages_are_parked_slab_by_slab_as_the_plan_says():
+    cut = tiny.plan(zero=1, data=2, ema=DECAY, tiers={"ema": "host"}, stream_bytes=64)
+    old, model = (stacked().with_frozen(frozen) for frozen in ([], ["first"]))
+    state = fz.with_optimizer(fz.init(old, TX, cut), model, TX, TX, cut, old_model=old)
+    slabs = [
+        [type(leaf) for leaf in jax.tree.leaves(x.ema)] for x in (state, fz.init(model, TX, cut))
+    ]
+    assert slabs[0] == slabs[1]
+    fz.train_step(model, TX, cut)(state, batch(0))
+
+
 def test_the_refusal_names_what_unfreezes():
     model, cut = stacked(), plan(zero=1, data=2, ema=DECAY)
     frozen = model.with_frozen(["first"])
