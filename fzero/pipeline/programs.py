@@ -22,7 +22,7 @@ from fzero.batch import Inputs
 from fzero.keys import block_key
 from fzero.links import Mean, split_loss
 from fzero.processes import jit_on, send
-from fzero.programs.partitioner_faults import checked, holding_whole
+from fzero.programs.partitioner_faults import partitioned
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained, update_dtype
@@ -131,7 +131,7 @@ class StagePrograms:
             axis_names=set(AXES),
             check_vma=False,
         )
-        run = checked(holding_whole(run, self.mesh), self.mesh)
+        run = partitioned(run, self.mesh, differentiates=True)
         platform = self.mesh.devices.flat[0].platform
         options = compiler_options(self.plan, self.splits, self.blue.group.shards, platform)
         local = NamedSharding(self.mesh, LOCAL)

@@ -32,96 +32,57 @@ Dims = set[int]
 DimsOf = Callable[[Any], tuple[Sequence[Sequence[int]], Sequence[int]]]
 
 
-def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A function that is differentiated within, refused where that would be wrong on a mesh.
+def partitioned(
+    run: Callable[..., Any], mesh: Any, differentiates: bool = False
+) -> Callable[..., Any]:
+    """A function that XLA's partitioner divides rightly, or that is refused.
 
     Two gradients are wrong in jax 0.10, without a word, and right where sharding constraints hold
-    what is read and what is given whole: that of a largest value of windows that overlap along a
-    divided dim (max pooling over positions; `select_and_scatter_add`), and that of a depthwise
-    kernel whose dims are in another order than those of a value whose features are divided.
+    what is read and what is given whole, and so refused without these: that of a largest value of
+    windows that overlap along a divided dim (max pooling over positions; `select_and_scatter_add`),
+    and that of a depthwise kernel whose dims are in another order than those of a value whose
+    features are divided.
+
+    Held whole is what it ends the process at: what is picked of by an index for each row, where
+    rows are shared out and two further axes divide (logits over `tensor`, say, of which
+    `jnp.take_along_axis` picks labels), and what a Fourier transform runs along, where the size is
+    no multiple of an axis' square. And what convolutions run along where two further axes divide,
+    which it gets wrong.
 
     Args:
         run: the function.
         mesh: the mesh that it runs on.
+        differentiates: whether it takes gradients within, which are looked at then.
 
     Returns:
         `run` itself, where the mesh divides no layers, sequences or experts.
     """
-    sizes = dict(mesh.shape)
-    axes = [f"{name}={sizes[name]}" for name in mesh.axis_names
-            if name not in manual_axes(mesh) and sizes[name] > 1]  # fmt: skip
-    if not axes:
+    manual = manual_axes(mesh)
+    large = {name: size for name, size in dict(mesh.shape).items() if size > 1}
+    further = {name: size for name, size in large.items() if name not in manual}
+    if not further:
         return run
+    dims_of = partial(_to_hold, picks=1 < len(further) < len(large), sizes=tuple(further.values()))
 
     def traced(*args: Any) -> Any:
         from jax.extend.core import jaxpr_as_fun
 
         program, out = jax.make_jaxpr(run, return_shape=True)(*args)
-        for equation, whole, jaxpr in _equations(program.jaxpr, ()):
-            wrong = _wrong(equation, whole, jaxpr)
-            if wrong:
-                raise PlanError(f"plan: {', '.join(axes)}: the model {wrong}")
+        for equation, whole, jaxpr in _equations(program.jaxpr, ()) if differentiates else ():
+            if wrong := _wrong(equation, whole, jaxpr):
+                axes = ", ".join(f"{name}={size}" for name, size in further.items())
+                raise PlanError(f"plan: {axes}: the model {wrong}")
+        program = program.replace(jaxpr=_held_whole(program.jaxpr, dims_of))
         found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return traced
 
 
-def holding_whole(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A function that holds whole what XLA's partitioner would end at or get wrong, along the dims
-    that it does so at.
-
-    It ends the process at what is picked of by an index for each row, where rows are shared out and
-    two further axes divide: logits over `tensor`, say, of which `jnp.take_along_axis` picks labels.
-    And at what a Fourier transform runs along, where the size is no multiple of an axis' square.
-    Where two further axes divide it gets convolutions wrong along their positions.
-
-    Args:
-        run: the function.
-        mesh: the mesh that it runs on.
-
-    Returns:
-        `run` itself on meshes without further axes.
-    """
-    manual = manual_axes(mesh)
-    large = {name: size for name, size in dict(mesh.shape).items() if size > 1}
-    further = [size for name, size in large.items() if name not in manual]
-    if not further:
-        return run
-    picks, parts = 1 < len(further) < len(large), {*further, math.prod(further)}
-
-    def dims_of(equation: Any) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-        name, given = equation.primitive.name, equation.params
-        if name == "gather" and picks:
-            numbers = given["dimension_numbers"]
-            if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
-                return [numbers.start_index_map], ()
-        if name == "conv_general_dilated" and len(further) > 1:
-            specs, kernel = given["dimension_numbers"][:2], equation.invars[1].aval.shape
-            if any(kernel[d] > 1 for d in specs[1][2:]):
-                return [spec[2:] for spec in specs], ()
-        if name == "fft":
-            shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
-            along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
-            uneven = [d for d in along if any(s[d] % n**2 for s in shapes for n in parts)]
-            return [uneven], uneven
-        return (), ()
-
-    def held(*args: Any) -> Any:
-        from jax.extend.core import jaxpr_as_fun
-
-        program, out = jax.make_jaxpr(run, return_shape=True)(*args)
-        program = program.replace(jaxpr=_held_whole(program.jaxpr, dims_of))
-        found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), found)
-
-    return held
-
-
-def checked_where_differentiated(
+def partitioned_where_differentiated(
     run: Callable[..., Any], mesh: Any, gathers_at_use: bool
 ) -> Callable[..., Any]:
-    """The same for a function that may be differentiated from without: it is refused then.
+    """The same for a function that may be differentiated from without: it is looked at then.
 
     Outside of a `jit` JAX refuses to differentiate a `shard_map` over some axes alone, in its own
     words; within one it does. What gathers weights at use XLA's partitioner then refuses, in words
@@ -130,8 +91,9 @@ def checked_where_differentiated(
     further = set(mesh.axis_names) - manual_axes(mesh)
     if not further:
         return run
+    whole = partitioned(run, mesh)
     alone = all(mesh.shape[name] == 1 for name in manual_axes(mesh))
-    found = jax.custom_jvp(run)
+    found = jax.custom_jvp(whole)
 
     @found.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
@@ -141,8 +103,8 @@ def checked_where_differentiated(
                 " are not shared out (data=1, replica=1): XLA's partitioner takes none. Take it"
                 " with zero=2, whose numbers are the same: fz.replan, fz.eval_step; or data=2"
             )
-        jax.eval_shape(checked(run, mesh), *primals)
-        return jax.jvp(jax.jit(run), primals, tangents)
+        jax.eval_shape(partitioned(run, mesh, differentiates=True), *primals)
+        return jax.jvp(jax.jit(whole), primals, tangents)
 
     return found
 
@@ -195,6 +157,36 @@ def _equations(
             if name in _CALLS:
                 held.update(zip(map(id, equation.outvars), found, strict=False))
     return [held.get(id(x), set()) for x in jaxpr.outvars]
+
+
+def _to_hold(
+    equation: Any, picks: bool, sizes: Sequence[int]
+) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """The dims of an equation's first operands, and of its result, that are to be whole.
+
+    Args:
+        equation: the equation.
+        picks: whether indices for each row may end the process.
+        sizes: of the axes that XLA divides over.
+    """
+    name, given = equation.primitive.name, equation.params
+    if name == "gather" and picks:
+        numbers = given["dimension_numbers"]
+        if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
+            return [numbers.start_index_map], ()
+    if name == "conv_general_dilated" and len(sizes) > 1:
+        value, kernel, out = given["dimension_numbers"]
+        if given["batch_group_count"] > 1 or given["feature_group_count"] > 1:
+            return [value, kernel], out
+        if any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:]):
+            return [value[2:], kernel[2:]], ()
+    if name == "fft":
+        shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+        along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
+        parts = {*sizes, math.prod(sizes)}
+        uneven = [d for d in along if any(shape[d] % n**2 for shape in shapes for n in parts)]
+        return [uneven], uneven
+    return (), ()
 
 
 def _held_whole(jaxpr: Any, dims_of: DimsOf) -> Any:

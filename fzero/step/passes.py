@@ -23,11 +23,7 @@ from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.plan import Plan
 from fzero.processes import repeated
-from fzero.programs.partitioner_faults import (
-    checked,
-    checked_where_differentiated,
-    holding_whole,
-)
+from fzero.programs.partitioner_faults import partitioned, partitioned_where_differentiated
 from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -121,7 +117,8 @@ class OneProgram:
             {"buffers": buffers},
         )
         run = self.on_devices(local, Gradients(*specs), 2)
-        kept, run = kept_by(self.blueprint, fields), checked(run, self.blueprint.mesh)
+        kept = kept_by(self.blueprint, fields)
+        run = partitioned(run, self.blueprint.mesh, differentiates=True)
         run = _not_differentiated(run, self.plan)
         found: Gradients = run(kept, fields["buffers"], batch, key, scale)
         return found
@@ -139,6 +136,7 @@ class OneProgram:
         manual = manual_axes(self.blueprint.mesh)
         devices = tuple(axis for axis in self.blueprint.mesh.axis_names if axis in manual)
         run = self.on_devices(local, PartitionSpec(devices), 2)
+        run = partitioned(run, self.blueprint.mesh)
         kept = kept_by(self.blueprint, fields)
         found: tuple[jax.Array, jax.Array] = run(kept, fields["buffers"], batch, key, scale)
         return found
@@ -157,7 +155,7 @@ class OneProgram:
             return out
 
         run = self.on_devices(local, PartitionSpec())
-        run = checked_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
+        run = partitioned_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
@@ -170,7 +168,7 @@ class OneProgram:
             return local_outputs(model, rules, kept, buffers, batch, rng)
 
         run = self.on_devices(local, PartitionSpec(AXES))
-        run = checked_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
+        run = partitioned_where_differentiated(run, self.blueprint.mesh, self.plan.gathers_at_use)
         return run(kept, buffers, batch, eval_key(rng))
 
     def _specs(self, spec: Callable[[Split], PartitionSpec], splits: PyTree) -> PyTree:
@@ -188,7 +186,7 @@ class OneProgram:
         # check_vma=False: user code may start a loop from plain zeros, which the check would
         # refuse as "not varying"; gradients are taken inside, so nothing depends on the check.
         mesh = self.blueprint.mesh
-        run = jax.shard_map(
+        return jax.shard_map(
             function,
             mesh=mesh,
             in_specs=(self.kept_specs(), self._buffer_specs(), rows, *(whole,) * num_whole),
@@ -196,7 +194,6 @@ class OneProgram:
             axis_names=manual_axes(mesh),
             check_vma=False,
         )
-        return holding_whole(run, mesh)
 
 
 def _not_differentiated(run: Callable[..., Any], plan: Plan) -> Callable[..., Any]:

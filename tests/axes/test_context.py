@@ -507,18 +507,25 @@ def test_a_fourier_transform_may_run_along_positions_of_any_number(axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
 
 
-@pytest.mark.parametrize("along", [(), (None, None, None, "tensor"), (None, None, "tensor")])
-def test_a_convolution_over_positions_beside_another_axis_is_that_of_one_device(along):
+@pytest.mark.parametrize(
+    ("along", "groups", "together"),
+    [((), 1, 1), ((None, None, None, "tensor"), 1, 1), ((None, None, "tensor"), 1, 1), ((), 4, 1),
+     ((None, None, None, "tensor"), 1, 2)],
+)  # fmt: skip
+def test_a_convolution_over_positions_beside_another_axis_is_that_of_one_device(
+    along, groups, together
+):
     """XLA's own was wrong, in values too where the kernel is divided, without a word."""
 
     def init(key):
-        return {"kernel": jax.random.normal(key, (3, 3, 8, 8)), "out": jnp.ones((8, 2))}, {}
+        shape = (3, 3, 8 // groups, 8)
+        return {"kernel": jax.random.normal(key, shape), "out": jnp.ones((8, 2))}, {}
 
     def loss(p, buffers, batch, rng, train):
-        dims = ("NHWC", "HWIO", "NHWC")
         x = jax.lax.conv_general_dilated(
-            batch["x"], p["kernel"], (1, 1), "SAME", dimension_numbers=dims
-        )
+            batch["x"], p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups, batch_group_count=together,
+        )  # fmt: skip
         return jnp.mean(jnp.square(jnp.tanh(x) @ p["out"])), buffers, {}
 
     model = fz.Model(init, loss, shard={"kernel": along, "out": (None, "tensor")})
