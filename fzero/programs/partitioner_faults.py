@@ -46,8 +46,8 @@ def partitioned(
     Held whole is what it ends the process at: what is picked of by an index for each row, where
     rows are shared out and two further axes divide (logits over `tensor`, say, of which
     `jnp.take_along_axis` picks labels), and what a Fourier transform runs along, where the size is
-    no multiple of an axis' square. And what convolutions run along where two further axes divide,
-    which it gets wrong.
+    no multiple of an axis' square, and convolutions in groups of features or rows. And what others
+    run along where two further axes divide, which it gets wrong.
 
     Args:
         run: the function.
@@ -174,11 +174,12 @@ def _to_hold(
         numbers = given["dimension_numbers"]
         if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
             return [numbers.start_index_map], ()
-    if name == "conv_general_dilated" and len(sizes) > 1:
-        value, kernel, out = given["dimension_numbers"]
-        if given["batch_group_count"] > 1 or given["feature_group_count"] > 1:
+    if name == "conv_general_dilated":
+        (value, kernel, out), groups = given["dimension_numbers"], given["feature_group_count"]
+        several = len(sizes) > 1
+        if given["batch_group_count"] > 1 or (groups > 1 and (several or not _depthwise(equation))):
             return [value, kernel], out
-        if any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:]):
+        if several and any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:]):
             return [value[2:], kernel[2:]], ()
     if name == "fft":
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
@@ -260,14 +261,20 @@ def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[Dims, Dims] | None:
         return None
     value, kernel = equation.invars
     (_, before, *_), (out, *_), _ = equation.params["dimension_numbers"]
-    alone = equation.params["feature_group_count"] == value.aval.shape[before] > 1
     turned = (before == value.aval.ndim - 1) != (out == kernel.aval.ndim - 1)
-    if not alone or not turned:
+    if not _depthwise(equation) or not turned:
         return None
     back = any(x.primitive.name == "rev" and x.outvars[0] is kernel for x in jaxpr.eqns)
     rows, _, rows_after = (spec[0] for spec in equation.params["dimension_numbers"])
     every = set(range(value.aval.ndim))
     return None if back else (every - {rows}, every - {rows_after})
+
+
+def _depthwise(equation: Any) -> bool:
+    """Whether a convolution has a kernel for each feature."""
+    features = equation.params["dimension_numbers"][0][1]
+    groups: int = equation.params["feature_group_count"]
+    return groups == equation.invars[0].aval.shape[features] > 1
 
 
 def _held_after(equation: Any, dims: Dims, jaxpr: Any) -> bool:

@@ -536,6 +536,29 @@ def test_a_convolution_over_positions_beside_another_axis_is_that_of_one_device(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
 
 
+def test_rows_may_have_kernels_of_their_own_beside_divided_features():
+    """`vmap` makes groups of them, at which XLA's partitioner ended the process."""
+
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 8))}, {}
+
+    def own(x):
+        kernel = jnp.stack([x[:4], x[4:], x[2:6], 2 * x[:4]], 2)
+        return jax.lax.conv_general_dilated(
+            x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    def loss(p, buffers, batch, rng, train):
+        return jnp.mean(jnp.tanh(jax.vmap(own)(jnp.tanh(batch["x"] @ p["w"])))), buffers, {}
+
+    model = fz.Model(init, loss, shard={"w": (None, "tensor")})
+    batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)}
+    plans = fz.Plan(data=1), fz.Plan(data=1, tensor=4, min_shard_bytes=0)
+    found = [stepped(model, plan, batch) for plan in plans]
+    # Sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 9, 100])
 def test_keys_of_each_device_come_by_once_if_a_window_reaches_them(causal, window):

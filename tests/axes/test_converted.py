@@ -377,7 +377,6 @@ def test_each_way_of_mixing_positions_is_that_of_one_device(name):
     trains_on_divided_positions_as_on_one_device(Around(mix, None if make is None else make()))
 
 
-@pytest.mark.nightly
 def test_a_depthwise_convolution_over_divided_positions_and_features_is_that_of_one_device():
     """XLA's gradient of its kernel was wrong under both axes, with features held whole alone."""
 
