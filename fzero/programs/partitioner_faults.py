@@ -175,9 +175,9 @@ def _to_hold(
         if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
             return [numbers.start_index_map], ()
     if name == "conv_general_dilated":
-        (value, kernel, out), groups = given["dimension_numbers"], given["feature_group_count"]
-        several = len(sizes) > 1
-        if given["batch_group_count"] > 1 or (groups > 1 and (several or not _depthwise(equation))):
+        (value, kernel, out), several = given["dimension_numbers"], len(sizes) > 1
+        grouped = max(given["feature_group_count"], given["batch_group_count"]) > 1
+        if grouped and (several or not _depthwise(equation)):
             return [value, kernel], out
         if several and any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:]):
             return [value[2:], kernel[2:]], ()
@@ -262,7 +262,8 @@ def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[Dims, Dims] | None:
     value, kernel = equation.invars
     (_, before, *_), (out, *_), _ = equation.params["dimension_numbers"]
     turned = (before == value.aval.ndim - 1) != (out == kernel.aval.ndim - 1)
-    if not _depthwise(equation) or not turned:
+    alone = equation.params["batch_group_count"] == 1 and _depthwise(equation)
+    if not alone or not turned:
         return None
     back = any(x.primitive.name == "rev" and x.outvars[0] is kernel for x in jaxpr.eqns)
     rows, _, rows_after = (spec[0] for spec in equation.params["dimension_numbers"])
@@ -271,10 +272,12 @@ def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[Dims, Dims] | None:
 
 
 def _depthwise(equation: Any) -> bool:
-    """Whether a convolution has a kernel for each feature."""
-    features = equation.params["dimension_numbers"][0][1]
-    groups: int = equation.params["feature_group_count"]
-    return groups == equation.invars[0].aval.shape[features] > 1
+    """Whether a convolution has a kernel for each feature, or is the gradient of such a kernel."""
+    given, shape = equation.params, equation.invars[0].aval.shape
+    rows, features, *_ = given["dimension_numbers"][0]
+    if given["batch_group_count"] > 1:
+        return bool(given["batch_group_count"] == shape[rows])
+    return bool(given["feature_group_count"] == shape[features] > 1)
 
 
 def _held_after(equation: Any, dims: Dims, jaxpr: Any) -> bool:

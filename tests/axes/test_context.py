@@ -540,20 +540,20 @@ def test_rows_may_have_kernels_of_their_own_beside_divided_features():
     """`vmap` makes groups of them, at which XLA's partitioner ended the process."""
 
     def init(key):
-        return {"w": jax.random.normal(key, (8, 8))}, {}
-
-    def own(x):
-        kernel = jnp.stack([x[:4], x[4:], x[2:6], 2 * x[:4]], 2)
-        return jax.lax.conv_general_dilated(
-            x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-        )
+        return dict(zip("wc", jax.random.normal(key, (2, 8, 8)), strict=True)), {}
 
     def loss(p, buffers, batch, rng, train):
+        def own(x):
+            kernel = jnp.stack([x[:4], x[4:], x[2:6], 2 * x[:4]], 2)
+            return jax.lax.conv_general_dilated(
+                x[None] @ p["c"], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+            )
+
         return jnp.mean(jnp.tanh(jax.vmap(own)(jnp.tanh(batch["x"] @ p["w"])))), buffers, {}
 
-    model = fz.Model(init, loss, shard={"w": (None, "tensor")})
+    model = fz.Model(init, loss, shard={"w": (None, "tensor"), "c": (None, "tensor")})
     batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)}
-    plans = fz.Plan(data=1), fz.Plan(data=1, tensor=4, min_shard_bytes=0)
+    plans = fz.Plan(data=1), fz.Plan(zero=1, data=1, tensor=4, min_shard_bytes=0)
     found = [stepped(model, plan, batch) for plan in plans]
     # Sums in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
