@@ -323,6 +323,14 @@ def test_rows_of_processes_are_filled_up_to_what_a_step_takes(model):
         fz.local_batch(tiny.points(12), layout, mask=3)
 
 
+def test_a_leaf_without_rows_beside_others_is_not_a_process_without_rows(model):
+    layout, few = fz.layout(model, TX, PLAN), tiny.points(3)
+    assert fz.local_batch({n: x[:0] for n, x in few.items()}, layout, mask="real") is None
+    first = min(few)
+    with pytest.raises(fz.BatchError, match="different numbers of rows"):
+        fz.local_batch({**few, first: few[first][:0]}, layout, mask="real")
+
+
 def test_random_keys_are_rows_of_processes_too(model):
     layout, keys = fz.layout(model, TX, PLAN), jax.random.split(jax.random.key(0, impl="rbg"), 6)
     rows = fz.local_batch({"key": keys}, layout, mask="real")

@@ -40,3 +40,8 @@ def test_signs_are_seen_however_many_are_turned(turned):
     other[turned] *= -1
     with pytest.raises(fz.DivergenceError, match="params/w"):
         fz.check_same(held(values, other))
+
+
+def test_leaves_without_elements_are_the_same_everywhere():
+    model = fz.Model(lambda rng: ({"e": np.zeros((0, 3)), "w": np.ones(2)}, {}), lambda *_: None)
+    fz.check_same(fz.init(model, None, PLAN))

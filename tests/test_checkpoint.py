@@ -147,6 +147,14 @@ def test_what_is_said_beside_the_arrays_is_as_it_was_written(states, tmp_path, c
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"step": 1', b"\xff"])
+def test_a_torn_file_beside_the_arrays_is_told(states, tmp_path, torn):
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    (tmp_path / "0" / "meta" / "metadata").write_bytes(torn)
+    with pytest.raises(fz.CheckpointError, match=r"checkpoint 0 in .* cannot be read"):
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+
+
 WRONG = [
     {"step": "x"}, {"step": 2**31}, {"step": -1}, {"step": True}, {"rng": ["no kind", [1, 2]]},
     {"rng": ["threefry2x32", [1]]}, {"rng": ["threefry2x32", [1.5, 2.0]]},

@@ -158,6 +158,12 @@ def test_hybrid_sharding_communicates_shards_between_groups():
     assert about.elements_reduced == 8000 * 3 // 4 + 2 * (8000 // 4) // 2
 
 
+def test_over_further_axes_a_device_communicates_its_part_of_a_leaf():
+    model = fz.Model(lambda rng: ({"w": jnp.zeros((8, 1000))}, {}), lambda *_: None)
+    about = fz.describe(fz.Plan(zero=2, data=4, context=2, min_shard_bytes=0), model)
+    assert about.elements_reduced == 8000 // 2 * 3 // 4
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

@@ -47,6 +47,10 @@ def contrastive_beside_all(p, batch):
     return labelled(u @ v.T, fz.own_rows(jnp.arange(len(v)))).mean()
 
 
+def summed_beside_all(p, batch):
+    return contrastive_beside_all(p, batch) * len(batch["x"])
+
+
 def distances(p, batch):
     u, _ = both(p, batch)
     far = jnp.square(u[:, None] - u[None]).sum(-1)
@@ -102,6 +106,7 @@ LOSSES = {
     (lambda p, b: 1 / squares(p, b).mean()): r"is no sum over rows \(div",
     contrastive_of_all: None,
     contrastive_beside_all: None,
+    summed_beside_all: A_SUM,
     (lambda p, b: decorrelated(p, b, fz.all_rows)): None,
     masked: None,
     normed: None,  # as anywhere per device

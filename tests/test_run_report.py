@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
@@ -27,6 +30,7 @@ from fzero.runs.files import TIMELINE, differences, read_run
 from fzero.runs.pictures import CLASSES
 from fzero.runs.trace import Copies, Copy, chrome_trace
 from fzero.schedule.kinds import COLOURS
+from torch_bridge.run import loop
 from torch_bridge.run.about import Observed
 
 
@@ -354,3 +358,22 @@ def test_copies_that_overlap_are_on_threads_of_their_own():
     ]  # fmt: skip
     events = chrome_trace((), copies)["traceEvents"]
     assert len({event["tid"] for event in events if event["ph"] == "X"}) == 3
+
+
+def test_pictures_of_a_page_have_ids_of_their_own():
+    def ids(name):
+        drawn = pictures.figure(3, 2)
+        drawn.subplots().plot([1, 3, 2])
+        return set(re.findall(r"#(\w+)[)\"]", pictures.svg(drawn, name)))
+
+    assert ids("loss") == ids("loss") != set()
+    assert not ids("loss") & ids("rate")
+
+
+def test_a_validation_loss_that_is_not_finite_is_null_in_the_file():
+    sink, other = io.StringIO(), mock.Mock()
+    recorder = loop.Recorder(sink, other, loop.History(), other, other, ())
+    for loss in (math.nan, math.inf, 1.5):
+        recorder.validation(2, loss)
+    told = [json.loads(line) for line in sink.getvalue().splitlines()]
+    assert [line["val_loss"] for line in told] == [None, None, 1.5]

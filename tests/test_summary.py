@@ -14,6 +14,7 @@ from support import tiny
 
 import fzero as fz
 from fzero.pipeline import one_f_one_b
+from fzero.summary import summary
 
 
 MODEL, TX = tiny.chain(3), optax.adamw(1e-2)
@@ -126,3 +127,11 @@ def test_notebooks_render_it(name, things):
     assert treescope.render_to_text(things[name])
     if name in ("TrainState", "Model", "Checkpoint", "parked"):
         assert things[name]._repr_html_().startswith("<pre>")
+
+
+def test_an_array_on_the_host_is_on_no_tier():
+    told = summary("Pair", {"a": np.zeros(3, np.float32), "b": jnp.zeros(3)}).splitlines()
+    assert [line.split() for line in told[2::2]] == [
+        ["a", "float32[3]", "whole", "12", "bytes"],
+        ["b", "float32[3]", "whole", "device", "12", "bytes"],
+    ]

@@ -152,6 +152,14 @@ def test_a_scale_may_be_learned_and_segments_may_be_a_mask(exchange):
     np.testing.assert_allclose([found, constant, own], [wanted, wanted, slope], rtol=1e-5)
 
 
+def test_a_window_of_all_positions_but_the_farthest_is_one():
+    (q, k, v, _), _ = values()
+    for window in (LENGTH - 2, LENGTH - 1):
+        wanted, _ = exact(q, k, v, False, window, None)
+        found = fz.attention(*map(jnp.asarray, (q, k, v)), window=window)
+        assert np.max(np.abs(found - wanted)) < 1e-6 * np.max(np.abs(wanted))
+
+
 def test_what_each_exchange_sends():
     piece = 64 // 4 * 8 * 4  # elements of all heads of a device's positions
     ring = exchanged(exchange="ring")

@@ -237,6 +237,13 @@ def test_features_of_which_some_are_taken_are_gathered_before():
     ]
 
 
+def test_a_style_of_another_dim_than_the_graphs_has_the_parts_of_its_own():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
+    module._tp_plan = {"0": "rowwise"}
+    said = str(tb.convert(module, torch.zeros(2, 5, 8), train=False).parallel)
+    assert said.splitlines()[0] == "0.weight: rows, dim 1 of 8 parts (transformers: rowwise)"
+
+
 def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
     """transformers' plans may name a layer by its number; a stack is divided as one, or not."""
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]

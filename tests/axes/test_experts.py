@@ -349,3 +349,9 @@ def test_gradients_of_an_expert_are_added_up_in_float32():
     found = jax.grad(lambda w: jnp.sum(grouped_dot(rows, w, sizes).astype(jnp.float32)))(weight)
     assert found[3].tolist() == [[2**14, 2**14]] * 2
     assert not found[:3].any()
+
+
+def test_rows_behind_those_of_all_groups_give_0_whatever_the_weights_are():
+    sizes, weight = jnp.array([1, 2]), jnp.array([[[1.0]], [[jnp.inf]]])
+    found = grouped_dot(jnp.ones((5, 1)), weight, sizes)
+    assert found.ravel().tolist() == [1.0, np.inf, np.inf, 0.0, 0.0]

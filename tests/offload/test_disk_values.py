@@ -384,3 +384,11 @@ def test_a_folder_in_the_place_of_another_has_files_of_its_own(tmp_path):
     first = scratch.scratch(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "away")
     assert scratch.scratch(tmp_path / "here") is not first
+
+
+def test_a_forked_process_has_files_of_its_own(tmp_path, monkeypatch):
+    first, own = scratch.scratch(tmp_path), os.getpid()
+    assert scratch.scratch(tmp_path) is first
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: own + 1)
+        assert scratch.scratch(tmp_path) is not first

@@ -210,3 +210,9 @@ def test_a_tier_against_memory_is_one_more():
     (change,) = [change for change in tried if "tiers" in change.fields]
     assert change.fields == {"tiers": {"ema": ("host", 0.5), "opt_state": "host"}}
     assert change.found.plan.tiers == (("ema", "host", 0.5), ("opt_state", "host", 1.0))
+
+
+def test_a_step_that_waits_longest_for_its_links_is_limited_by_them_parked_or_not(asked):
+    slow = dataclasses.replace(RATES, host_link_bytes_per_s=1.0, source="slow links")
+    here, there = (asked(rates=slow, **more) for more in ({}, {"tiers": {"opt_state": "host"}}))
+    assert here.bounds.limit == there.bounds.limit != "parked"

@@ -516,3 +516,22 @@ def test_whole_numbers_of_another_default_dtype_are_refused(other_dtype: torch.d
         return
     with pytest.raises(ConversionError, match=r"aten\.div.*arange\(4\) / 7.*set_default_dtype"):
         tb.convert(Positions(), torch.ones(3, 4))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+def test_whole_numbers_beside_values_of_another_default_dtype_are_taken(
+    other_dtype: torch.dtype,
+) -> None:
+    if other_dtype == torch.float64:
+        return
+    module, x = Table(), torch.tensor([[0, 4, 2]])
+    found = tb.convert(module, x)(x)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), module(x).detach().float())

@@ -203,3 +203,19 @@ def test_pooling_with_padding_may_be_divided_over_the_devices_of_a_layer() -> No
         state, metrics = step(state, {"x": x.numpy()})
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+class Ranks(nn.Module):
+    """The output of one convolution beside that of another with one dim less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two, self.one = nn.Conv2d(3, 3, 1), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(x) + self.one(x[0])
+
+
+def test_outputs_of_several_ranks_are_added_as_in_torch() -> None:
+    torch.manual_seed(3)
+    check_parity(Ranks(), torch.randn(2, 3, 4, 5))

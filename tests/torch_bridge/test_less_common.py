@@ -580,3 +580,10 @@ def test_covariances_are_weighted_by_counts_and_by_importance() -> None:
 def test_a_covariance_of_complex_numbers_is_complex() -> None:
     turned = Fn(lambda x: torch.view_as_real(torch.cov(torch.complex(x, x.cos()))))
     check_parity(turned, draw(3, 4))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of newer PyTorch")
+def test_the_first_class_may_be_the_one_that_is_ignored() -> None:
+    weight, target = draw(3, 4, seed=1), torch.tensor([0, 2, 0, 1])
+    loss = Fn(lambda x: F.linear_cross_entropy(x, weight, target, ignore_index=0))
+    check_parity(loss, draw(4, 4))

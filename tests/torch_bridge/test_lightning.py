@@ -179,6 +179,11 @@ def bare_scheduler(self):
     return [sgd], [lr_scheduler.StepLR(sgd, 2, 0.5)]
 
 
+def in_tuples(self):
+    of = stepping("step")[0](self)
+    return [of["optimizer"]], (of["lr_scheduler"],)
+
+
 # (configure_optimizers, arguments, rate after 0, 1, ... steps)
 FORMS = {
     "optimizer": (lambda s: torch.optim.SGD(s.parameters(), lr=0.5), {}, [0.5, 0.5]),
@@ -189,6 +194,7 @@ FORMS = {
     "dict-epoch": (*stepping("epoch", 3, steps_per_epoch=2), [*[0.5] * 6, 0.25]),
     "list-of-dicts": (lambda s: [stepping("step")[0](s)], {}, [0.5, 0.25]),
     "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 3}, [0.5, 0.375, 0.25]),
+    "list-and-tuple": (in_tuples, {}, [0.5, 0.25]),
     "bare-scheduler": (bare_scheduler, {"steps_per_epoch": 1}, [0.5, 0.5, 0.25]),
 }
 

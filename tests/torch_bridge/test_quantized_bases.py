@@ -196,6 +196,13 @@ def test_what_is_refused(net, base, adapted, tmp_path):
         tb.quantize(tb.convert(tied, torch.zeros(2, 16)), targets=["0"])
 
 
+def test_a_layer_in_two_places_is_quantised_once():
+    layer = torch.nn.Linear(16, 16)
+    twice = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    found = tb.quantize(tb.convert(twice, torch.zeros(2, 16)), targets=["0", "2"])
+    assert sum(bool(leaf.dense) for leaf in found.layout.leaves) == 1
+
+
 def _scale(value):
     def change(values):
         values["blocks.0.up.weight"][5, -4:] = torch.tensor([value]).view(torch.uint8)

@@ -482,6 +482,12 @@ def test_no_voxel_is_read_infinitely_far_away():
     agree(lambda x, grid: F.grid_sample(x, grid, align_corners=False), x, grid)
 
 
+def test_no_pixel_is_read_infinitely_far_away_either_but_nan():
+    grid = torch.tensor([[INF, 0.0], [0.0, -INF], [NAN, 0.1], [0.1, 0.2]]).reshape(1, 1, 4, 2)
+    x = torch.arange(9.0).reshape(1, 1, 3, 3)
+    agree(lambda x, grid: F.grid_sample(x, grid, align_corners=False), x, grid)
+
+
 def test_factors_are_solved_as_they_are():
     """Multiplied and factorised again, a pivot of 0 became a finite answer."""
     packed = torch.tensor([[2.0, 1.0, 3.0], [0.5, 0.0, 1.0], [0.25, 0.5, 4.0]])

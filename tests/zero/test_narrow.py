@@ -96,6 +96,18 @@ def test_what_travels_in_8_bits_is_what_scaling_whole_weights_gives(model, optio
     tiny.same_bits(params, other)
 
 
+def test_a_gather_of_a_backward_pass_is_another_than_that_of_the_forward_pass():
+    """Or XLA could take one for both, and keep what is whole in between."""
+    made, batch = plan(), rows(0, CHAIN)
+    state = fz.abstract_state(CHAIN, TX, made)
+    text = fz.train_step(CHAIN, TX, made).lower(state, batch).as_text()
+    found = [
+        line.rpartition("->")[2] for line in text.splitlines() if "stablehlo.all_gather" in line
+    ]
+    narrow = [one for one in found if "xui8>" in one]
+    assert len(narrow) == len(set(narrow)) == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [{"float8": fz.Float8("rowwise", keep=())}, {"float8": fz.Float8(keep=("blocks",))},

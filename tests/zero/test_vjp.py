@@ -163,6 +163,16 @@ def test_pullback_reads_the_weights_it_is_given(layer, policy):
     np.testing.assert_allclose(dp["w"], X.T @ slope, rtol=1e-5, atol=1e-5)
 
 
+def test_a_number_of_activations_is_not_computed_again():
+    def scaled(p, x):
+        out = jnp.sin(x @ p["w"])
+        return out * (2.0 * jnp.sum(out)), ()
+
+    p = weights()
+    _, _, pullback, _ = forward(scaled, (p, X), jax.tree.leaves(p))
+    assert "dot_general" not in {op.equation.primitive.name for op in pullback.ops}
+
+
 def test_travels_through_loops_as_static_data():
     """Residuals of every layer are stacked by a scan; the pullback rides along."""
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[square(k) for k in range(3)])

@@ -88,3 +88,8 @@ def test_ranks_of_two_saves_give_no_weights(tmp_path: Path, stage: int) -> None:
     shutil.copy(tmp_path / "5/global_step5" / last.name, last)
     with pytest.raises(CheckpointError, match=r"pp_rank_1_.* is of step 5, .*pp_rank_0_.* of 6: a"):
         tb.checkpoint(new)
+
+
+def test_a_suffix_in_capitals_is_that_of_a_file(adapted: tb.Converted, tmp_path: Path) -> None:
+    tb.save(tmp_path / "RUN.SAFETENSORS", adapted, adapted.params, to="safetensors")
+    assert (tmp_path / "RUN.SAFETENSORS").is_file()
