@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import jax
 import optax
@@ -80,6 +81,10 @@ def test_tied_weights_go_to_their_reader_and_their_gradients_back(zero, shards):
     # Nobody waits for the weights while the first stage computes.
     computed = run.timeline.rank_events[0][0].end_s
     assert there.exposed_seconds == pytest.approx(max(0, seconds / rates.link_share - computed))
+    # Nothing hides behind links that are taken by what a stage hands over.
+    with mock.patch.object(StageCompiler, "handing_s", return_value=1e3):
+        (back,) = tied_gradients(compiler, run, 1)
+    assert back.exposed_seconds == pytest.approx(back.seconds / rates.link_share)
 
 
 def test_a_tied_weight_that_takes_longer_than_the_first_stage_makes_the_step_longer():
