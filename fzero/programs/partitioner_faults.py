@@ -46,8 +46,9 @@ def partitioned(
     Held whole is what it ends the process at: what is picked of by an index for each row, where
     rows are shared out and two further axes divide (logits over `tensor`, say, of which
     `jnp.take_along_axis` picks labels), and what a Fourier transform runs along, where the size is
-    no multiple of an axis' square, and convolutions in groups of features or rows. And what others
-    run along where two further axes divide, which it gets wrong.
+    no multiple of an axis' square, and convolutions in groups of features or rows. And what it gets
+    wrong: what is written at one place (`x.at[:, 1:].set(y)`) of what was written before, along the
+    dims of that place, and all convolutions where two further axes divide.
 
     Args:
         run: the function.
@@ -175,12 +176,19 @@ def _to_hold(
         if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
             return [numbers.start_index_map], ()
     if name == "conv_general_dilated":
-        (value, kernel, out), several = given["dimension_numbers"], len(sizes) > 1
+        value, kernel, out = given["dimension_numbers"]
         grouped = max(given["feature_group_count"], given["batch_group_count"]) > 1
-        if grouped and (several or not _depthwise(equation)):
+        wide = any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:])
+        if (grouped or wide) if len(sizes) > 1 else (grouped and not _depthwise(equation)):
             return [value, kernel], out
-        if several and any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:]):
-            return [value[2:], kernel[2:]], ()
+    if name.startswith("scatter") and _is_one_window(equation):
+        dims = given["dimension_numbers"].scatter_dims_to_operand_dims
+        return [dims], dims
+    if name == "pad":
+        dims = [
+            d for d, (low, _, between) in enumerate(given["padding_config"]) if low < 0 < between
+        ]
+        return [dims], dims
     if name == "fft":
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
         along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
@@ -201,10 +209,12 @@ def _held_whole(jaxpr: Any, dims_of: DimsOf) -> Any:
         }
         equation = equation.replace(params={**equation.params, **own}) if own else equation
         before, after = dims_of(equation)
-        operands = list(equation.invars)
+        operands, results = list(equation.invars), equation.outvars[:1]
         with standing(equation) if before or after else nullcontext():
+            if (before or after) and not _divides():  # within a `shard_map` over all axes
+                before, after = (), ()
             taken = {i: _holding(operands[i].aval, dims) for i, dims in enumerate(before) if dims}
-            given = [_holding(x.aval, after) for x in equation.outvars[:1] if after]
+            given = [_holding(x.aval, after) for x in results if after]
         for i, one in taken.items():
             equations.append(one.replace(invars=[operands[i]]))
             (operands[i],) = one.outvars
@@ -227,6 +237,14 @@ def _within(value: Any, dims_of: DimsOf) -> Any:
     if closed is None:
         return _held_whole(value, dims_of)
     return value.replace(jaxpr=_held_whole(closed, dims_of))
+
+
+def _divides() -> bool:
+    """Whether there is an axis here that XLA divides over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = jax.sharding.AxisType.Auto
+    return any(kind == auto and mesh.shape[name] > 1 for name, kind in kinds)
 
 
 def _holding(aval: Any, dims: Sequence[int]) -> Any:
@@ -269,6 +287,12 @@ def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[Dims, Dims] | None:
     rows, _, rows_after = (spec[0] for spec in equation.params["dimension_numbers"])
     every = set(range(value.aval.ndim))
     return None if back else (every - {rows}, every - {rows_after})
+
+
+def _is_one_window(equation: Any) -> bool:
+    """Whether a scatter writes at one place, as `x.at[:, 1:].set(y)` does."""
+    places = equation.invars[1].aval.shape
+    return math.prod(places[:-1]) == 1
 
 
 def _depthwise(equation: Any) -> bool:

@@ -432,7 +432,7 @@ DIVIDED = fz.Plan(zero=3, data=2, context=4, min_shard_bytes=0)
 
 
 def stepped(model, plan, batch):
-    devices, tx = jax.devices()[: plan.data * plan.context * plan.tensor], optax.sgd(0.01)
+    devices, tx = jax.devices()[: plan.data * plan.context], optax.sgd(0.01)
     state = fz.init(model, tx, plan, devices=devices)
     step = fz.train_step(model, tx, plan, devices=devices)
     state, _ = step(state, batch)
@@ -488,83 +488,6 @@ def test_a_model_s_own_max_pooling_is_right_or_refused(before, after):
     for run in (lambda plan: stepped(model, plan, batch), slope):  # sums in another order
         found = [run(plan) for plan in (fz.Plan(data=1), DIVIDED)]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
-
-
-@pytest.mark.parametrize("axes", [{"context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
-def test_a_fourier_transform_may_run_along_positions_of_any_number(axes):
-    """As FNet mixes them. XLA's partitioner divides one of 16 positions; at 8 it ends all."""
-
-    def init(key):
-        return {"w": jax.random.normal(key, (8, 8)), "out": jnp.ones((8, 1))}, {}
-
-    def loss(p, buffers, batch, rng, train):
-        mixed = jnp.fft.fft(batch["x"] @ p["w"], axis=1).real / 8
-        back = jnp.fft.irfft(jnp.fft.rfft(mixed * mixed, axis=1), n=8, axis=1)
-        return jnp.mean(jnp.square(back @ p["out"])), buffers, {}
-
-    model = fz.Model(init, loss)
-    batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)}
-    plans = fz.Plan(data=1), fz.Plan(**{"data": 1, **axes}, min_shard_bytes=0)
-    found = []
-    for plan in plans:
-        devices = jax.devices()[: plan.data * plan.context * plan.tensor]
-        state = fz.init(model, None, plan, rng=0, devices=devices)
-        evaluated = fz.eval_step(model, plan, devices=devices)(state, batch)
-        found.append((stepped(model, plan, batch), np.asarray(evaluated["loss"])))
-    # Sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
-
-
-@pytest.mark.parametrize(
-    ("along", "groups", "together"),
-    [((), 1, 1), ((None, None, None, "tensor"), 1, 1), ((None, None, "tensor"), 1, 1), ((), 4, 1),
-     ((None, None, None, "tensor"), 1, 2)],
-)  # fmt: skip
-def test_a_convolution_over_positions_beside_another_axis_is_that_of_one_device(
-    along, groups, together
-):
-    """XLA's own was wrong, in values too where the kernel is divided, without a word."""
-
-    def init(key):
-        shape = (3, 3, 8 // groups, 8)
-        return {"kernel": jax.random.normal(key, shape), "out": jnp.ones((8, 2))}, {}
-
-    def loss(p, buffers, batch, rng, train):
-        x = jax.lax.conv_general_dilated(
-            batch["x"], p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups, batch_group_count=together,
-        )  # fmt: skip
-        return jnp.mean(jnp.square(jnp.tanh(x) @ p["out"])), buffers, {}
-
-    model = fz.Model(init, loss, shard={"kernel": along, "out": (None, "tensor")})
-    batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8, 8)).astype(np.float32)}
-    plan = fz.Plan(data=1, context=2, tensor=2, min_shard_bytes=0)
-    found = [stepped(model, one, batch) for one in (fz.Plan(data=1), plan)]
-    # Sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
-
-
-def test_rows_may_have_kernels_of_their_own_beside_divided_features():
-    """`vmap` makes groups of them, at which XLA's partitioner ended the process."""
-
-    def init(key):
-        return dict(zip("wc", jax.random.normal(key, (2, 8, 8)), strict=True)), {}
-
-    def loss(p, buffers, batch, rng, train):
-        def own(x):
-            kernel = jnp.stack([x[:4], x[4:], x[2:6], 2 * x[:4]], 2)
-            return jax.lax.conv_general_dilated(
-                x[None] @ p["c"], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-            )
-
-        return jnp.mean(jnp.tanh(jax.vmap(own)(jnp.tanh(batch["x"] @ p["w"])))), buffers, {}
-
-    model = fz.Model(init, loss, shard={"w": (None, "tensor"), "c": (None, "tensor")})
-    batch = {"x": np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)}
-    plans = fz.Plan(data=1), fz.Plan(zero=1, data=1, tensor=4, min_shard_bytes=0)
-    found = [stepped(model, plan, batch) for plan in plans]
-    # Sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
