@@ -134,7 +134,7 @@ def _exchange(wanted: str, q: jax.Array, groups: int, ring: Ring) -> str:
             f"attention: {ring.axis}={size} with {length} positions and {groups} groups of heads:"
             f" exchange='ring' takes positions that divide by {chunks}, 'heads' positions and"
             f" groups that divide by {size}; pad the sequence, choose another size of the axis, or"
-            " the other exchange"
+            f" the other exchange; for a model that can do none of it leave {ring.axis} out"
         )
     if wanted != "auto":
         return wanted
