@@ -46,9 +46,10 @@ def partitioned(
     Held whole is what it ends the process at: what is picked of by an index for each row, where
     rows are shared out and two further axes divide (logits over `tensor`, say, of which
     `jnp.take_along_axis` picks labels), and what a Fourier transform runs along, where the size is
-    no multiple of an axis' square, and convolutions in groups of features or rows. And what it gets
-    wrong: what is written at one place (`x.at[:, 1:].set(y)`) of what was written before, along the
-    dims of that place, and all convolutions where two further axes divide.
+    no multiple of an axis' square, convolutions in groups of features or rows, and a pad that cuts
+    a front off and fills between. And what it gets wrong: what is written at one place
+    (`x.at[:, 1:].set(y)`) of what was written before, along the dims of that place, and all
+    convolutions where two further axes divide.
 
     Args:
         run: the function.
@@ -188,13 +189,13 @@ def _to_hold(
         dims = [
             d for d, (low, _, between) in enumerate(given["padding_config"]) if low < 0 < between
         ]
-        return [dims], dims
+        return ([dims], dims) if dims else ((), ())
     if name == "fft":
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
         along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
         parts = {*sizes, math.prod(sizes)}
         uneven = [d for d in along if any(shape[d] % n**2 for shape in shapes for n in parts)]
-        return [uneven], uneven
+        return ([uneven], uneven) if uneven else ((), ())
     return (), ()
 
 

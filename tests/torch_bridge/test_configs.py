@@ -167,6 +167,13 @@ def test_counts_and_rates_that_cannot_be_are_refused(read, config, words):
         read(config)
 
 
+def test_a_rate_that_yaml_takes_for_a_text_is_a_number(tmp_path):
+    path = tmp_path / "arguments.yaml"
+    path.write_text("learning_rate: 5e-5\nmax_steps: 10\ngradient_accumulation_steps: 4\n")
+    got = tb.from_training_arguments(path)
+    assert (float(got.schedule(0)), got.plan.microbatches) == (pytest.approx(5e-5), 4)
+
+
 def test_a_loss_scale_that_is_switched_off_is_not_in_the_plan():
     off = {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 4}}
     assert tb.from_deepspeed(off).plan == tb.from_deepspeed({}).plan

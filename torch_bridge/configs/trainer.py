@@ -86,7 +86,8 @@ def from_training_arguments(
     steps = num_steps or said
     notes: list[Note] = []
     _refuse_misspelt(source, values)
-    keys = Keys(source, {k: v for k, v in values.items() if v is not None}, {}, notes=notes)
+    said_so = {name: _plain(value) for name, value in values.items() if value is not None}
+    keys = Keys(source, said_so, {}, notes=notes)
     keys.refuse(_NO_COUNTERPART, (None, False, 0, "", []))
     for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"):
         keys.number(name, least=0)
@@ -123,6 +124,14 @@ def from_training_arguments(
         tx, schedule = _optimizer(source, values, steps, notes)
     batch = rows * fields["microbatches"] * devices if rows and devices else None
     return Imported(fz.Plan(**fields), tx, schedule, batch, tuple(notes))
+
+
+def _plain(value: Any) -> Any:
+    """A number that YAML takes for a text: `5e-5`, without a dot."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _refuse_misspelt(source: str, values: Mapping[str, Any]) -> None:
