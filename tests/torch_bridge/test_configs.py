@@ -154,7 +154,7 @@ def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
     ("read", "config", "words"),
     [
         (tb.from_accelerate, {"num_processes": 0}, "num_processes is 0: expected 1 or more"),
-        (tb.from_accelerate, {"num_processes": -1}, "num_processes is -1: expected 1 or more"),
+        (tb.from_accelerate, {"num_processes": -2}, "num_processes is -2: expected 1 or more"),
         (tb.from_accelerate, {"num_machines": 0}, "num_machines is 0: expected 1 or more"),
         (tb.from_training_arguments, {"per_device_train_batch_size": 0}, "size is 0: expected 1"),
         (tb.from_training_arguments, {"gradient_accumulation_steps": 0}, "steps is 0: expected 1"),
@@ -165,6 +165,14 @@ def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
 def test_counts_and_rates_that_cannot_be_are_refused(read, config, words):
     with pytest.raises(ConversionError, match=words):
         read(config)
+
+
+def test_accelerates_number_of_processes_that_nobody_said_is_noted():
+    got = tb.from_accelerate({"num_processes": -1})
+    assert got.plan.data is None
+    assert [(note.key, note.value) for note in got.notes if note.key == "num_processes"] == [
+        ("num_processes", -1)
+    ]
 
 
 def test_a_rate_that_yaml_takes_for_a_text_is_a_number(tmp_path):

@@ -77,6 +77,8 @@ def from_accelerate(
     kind = str(keys.take("distributed_type", "NO")).upper().replace("FALSE", "NO")  # YAML's no
     if kind not in ("NO", "FSDP", "DEEPSPEED") and not kind.startswith("MULTI_"):
         raise keys.error("distributed_type", repr(kind), "expected FSDP, DEEPSPEED or MULTI_GPU")
+    if keys.left.get("num_processes") == -1:  # Accelerate's own default
+        keys.without_effect({"num_processes": "-1 is said where a run is launched: all devices"})
     devices, machines = keys.count("num_processes"), keys.count("num_machines", 1)
     _precision(keys, fields)
     _parallelism(keys, fields)
