@@ -21,6 +21,7 @@ from fzero.errors import PlanError, StateError
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
+from fzero.nnx_calls import Path, checked_call
 from fzero.precision import called_with
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 
@@ -86,7 +87,8 @@ def from_flax(
         ImportError: flax is not installed.
         TypeError: `module` is not a flax module.
         StateError: examples or a seed for an nnx module, which has its values; or (in a step) a
-            call that changes the structure or shapes of the buffers.
+            call that changes the structure or shapes of the buffers, or writes to an nnx module
+            what would be lost: parameters, or attributes that the next call would read.
         PlanError: an annotation has a name that is no mesh axis and not in `axes`, or `loss` or
             `predict` takes other arguments; or (in a step) the module does not take those that it
             is called with.
@@ -353,19 +355,23 @@ class _NnxModule:
         self, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, PyTree]:
         """Puts the module together for one call and reads its buffers back."""
-        from flax import nnx
-
-        filled = [
-            (leaf.path, leaf.filled(_fill(index, leaf, params, ctx)))
-            for index, leaf in enumerate(self.leaves)
-        ]
-        module = nnx.merge(self.graphs[ctx.train], nnx.from_flat_state(filled))
         kwargs = dict(kwargs)
-        function = getattr(module, kwargs.pop("method", "__call__"))
-        out = function(*args, **_with_flag(function, ctx.train, args, kwargs))
-        after = dict(_flat(module))
-        buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer"]
-        return out, _nested({x.name: jnp.asarray(_value(after[x.path])) for x in buffers})
+        method = kwargs.pop("method", "__call__")
+
+        def run(module: Any) -> Any:
+            function = getattr(module, method)
+            return function(*args, **_with_flag(function, ctx.train, args, kwargs))
+
+        def filled(others: Mapping[Path, Any]) -> dict[Path, Any]:
+            values = {**begun, **others}
+            return {leaf.path: leaf.filled(values[leaf.path]) for leaf in self.leaves}
+
+        begun = {x.path: _fill(i, x, params, ctx) for i, x in enumerate(self.leaves)}
+        own = [leaf.path for leaf in self.leaves if leaf.kind == "param"]
+        out, held = checked_call(self.graphs[ctx.train], filled, run, own)
+        # What went is told as any other change of the buffers.
+        buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer" and leaf.path in held]
+        return out, _nested({x.name: jnp.asarray(_value(held[x.path])) for x in buffers})
 
 
 def _fill(index: int, leaf: _NnxLeaf, params: PyTree, ctx: Context) -> Any:

@@ -3,5 +3,6 @@
 - `jaxprs`: a traced program as a list of ops; `halves` divides a backward pass, `sites` a function
   of arrays on different devices.
 - `digest`: a program as a number; `flops` counts its products; `partitioner_faults`: what XLA's
-  partitioner gets wrong; `trace_memo`: what a trace works out one time.
+  partitioner gets wrong; `trace_memo`: what a trace works out one time; `unchanged`: which outputs
+  are inputs, handed on.
 """

@@ -1,0 +1,223 @@
+"""What an nnx module's forward writes: kept, or refused by name, never lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fzero as fz
+
+
+WIDTH = 4
+ROWS = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, use_bias=False, use_scale=False, rngs=rngs)
+        self.calls, self.seen = 0, []
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+class Clips(Block):
+    def __call__(self, x):
+        self.dense.kernel[...] = jnp.clip(self.dense.kernel[...], -0.1, 0.1)
+        return super().__call__(x)
+
+
+class ClipsInRemat(Block):
+    @nnx.remat
+    def __call__(self, x):
+        self.dense.kernel[...] = jnp.clip(self.dense.kernel[...], -0.1, 0.1)
+        return self.norm(self.dense(x))
+
+
+class Averages(Block):
+    def __call__(self, x):
+        nnx.update(self.dense, jax.tree.map(lambda w: w * 0.9, nnx.state(self.dense)))
+        return super().__call__(x)
+
+
+class Replaces(Block):
+    def __call__(self, x):
+        self.dense.kernel = nnx.Param(self.dense.kernel[...] * 2)
+        return super().__call__(x)
+
+
+class Counts(Block):
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x) / self.calls
+
+
+class CountsInAList(Block):
+    def __call__(self, x):
+        self.seen.append(1)
+        return super().__call__(x) / len(self.seen)
+
+
+class Grows(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        if not hasattr(self, "more"):
+            self.more = nnx.Linear(WIDTH, WIDTH, rngs=self.rngs)
+        return super().__call__(self.more(x))
+
+
+class KeepsATable(Block):
+    def __call__(self, x):
+        if not hasattr(self, "table"):
+            self.table = nnx.Variable(x.sum(0))
+        return super().__call__(x) + self.table[...]
+
+
+class Remat(Block):
+    __call__ = nnx.remat(Block.__call__)
+
+
+class Jitted(Block):
+    __call__ = nnx.jit(Block.__call__)
+
+
+class Reports(Block):
+    """Writes what it does not read before it has written it."""
+
+    def __call__(self, x):
+        self.calls, self.rows, self.first = self.calls + 1, x.shape[0], x
+        self.last = nnx.Variable(super().__call__(x))
+        self.seen_by = nnx.Intermediate(x)
+        return self.last[...] * self.rows / 3
+
+
+class Alias(Block):
+    """Holds its parts at another path after a call, which sorts before theirs."""
+
+    def __call__(self, x):
+        self.a, self.b = self.norm, self.dense
+        return self.a(self.b(x))
+
+
+class SetsAMode(Block):
+    def __call__(self, x):
+        self.norm.eval()
+        return super().__call__(x)
+
+
+class Stacked(nnx.Module):
+    """Layers in a loop, their parameters along the second dim."""
+
+    def __init__(self, rngs, writes=False):
+        axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+        make = nnx.vmap(Block, in_axes=0, out_axes=axes)
+        self.layers, self.writes = nnx.split_rngs(splits=2)(make)(rngs), writes
+
+        def layer(layer, x):
+            if writes:
+                layer.dense.bias[...] = layer.dense.bias[...] + 1
+            return layer(x)
+
+        self.run = nnx.scan(layer, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+
+    def __call__(self, x):
+        return self.run(self.layers, x)
+
+
+def normed(kind):
+    def make(rngs):
+        return kind(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+
+    return make
+
+
+def loss(forward, batch):
+    return jnp.mean(forward(batch) ** 2)
+
+
+def called(make):
+    """The loss of one call, its gradients and the buffers after it."""
+    model = fz.from_flax(make(nnx.Rngs(0)), loss)
+    params, buffers = jax.tree.map(jnp.asarray, model.init)
+
+    @jax.jit
+    def total(params, rows):
+        mean, new, _ = model.loss(params, buffers, rows, jax.random.key(0), True)
+        return mean.total / mean.count, new
+
+    (value, new), grads = jax.value_and_grad(total, has_aux=True)(params, ROWS)
+    return value, grads, new
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (Clips, "dense/kernel"), (ClipsInRemat, "dense/kernel"), (Replaces, "dense/kernel"),
+        (Averages, "dense/bias, dense/kernel"), (normed(nnx.WeightNorm), "layer_instance/kernel"),
+        (normed(nnx.SpectralNorm), "layer_instance/kernel"),
+        (lambda rngs: Stacked(rngs, writes=True), "layers/dense/bias"),
+    ],
+)  # fmt: skip
+def test_a_write_of_a_parameter_is_refused(make, where):
+    with pytest.raises(fz.StateError, match=rf"wrote the nnx.Param {where}, which would be lost"):
+        called(make)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Counts, "calls: 0, then 1,"), (CountsInAList, r"seen: \[\], then \[1\]"),
+        (Grows, "more: nothing, then Linear,"), (KeepsATable, "table: nothing, then Variable,"),
+    ],
+)  # fmt: skip
+def test_what_the_next_call_would_miss_is_refused(make, what):
+    with pytest.raises(fz.StateError, match=rf"left behind {what}.*nnx.Variable\(jnp.int32"):
+        called(make)
+
+
+@pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Alias, SetsAMode, Stacked])
+def test_what_is_no_write_is_taken(make):
+    """With the numbers of the module itself."""
+    value, grads, new = called(make)
+    module = make(nnx.Rngs(0))
+    module.train()
+    own, own_grads = nnx.value_and_grad(lambda m: jnp.mean(m(ROWS) ** 2))(module)
+    np.testing.assert_allclose(value, own, 1e-6)
+
+    # By last name: the module's own call may have given some of its parts another path.
+    for found, state in ((grads, own_grads), (new, nnx.state(module, nnx.BatchStat))):
+        flat = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+            np.testing.assert_allclose(leaf, flat.pop(path[-1].key), 1e-5, 1e-6)
+        assert not flat
+
+
+def test_the_remedies_work():
+    class Normalised(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.times = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            self.times[...] += 1
+            kernel = self.dense.kernel[...]
+            return x @ (kernel / jnp.linalg.norm(kernel, axis=0)) / self.times[...]
+
+    _, _, new = called(Normalised)
+    assert int(new["times"]) == 1
+
+    layer = nn.WeightNorm(nn.Dense(WIDTH))
+    model = fz.from_flax(layer, loss, ROWS)
+    plan, tx = fz.Plan(data=1), optax.sgd(0.1)
+    state, variables = fz.init(model, tx, plan, rng=0), layer.init(jax.random.key(0), ROWS)
+    grads = jax.grad(lambda p: jnp.mean(layer.apply({"params": p}, ROWS) ** 2))(variables["params"])
+    state, _ = fz.train_step(model, tx, plan)(state, ROWS)
+    after = jax.tree.map(lambda w, g: w - 0.1 * g, variables["params"], grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state.params, after)
