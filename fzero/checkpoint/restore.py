@@ -129,7 +129,7 @@ def _restored(
     blue = stored.blue
     new: dict[str, PyTree] = {}
     if not stored.has_all("params", "buffers"):
-        made = init(model, None, plan.replace(tiers={}), key, devices=devices)
+        made = init(model, None, plan.replace(tiers={}, update_on="device"), key, devices=devices)
         new = {"params": made.params, "buffers": made.buffers}
     params, buffers = (stored.field(name, new.get(name)) for name in ("params", "buffers"))
     if stored.has_all("opt_state"):

@@ -145,3 +145,15 @@ def test_too_few_cpu_devices_are_said():
     with pytest.raises(fz.PlanError, match=r"one CPU device for each of 9 devices, .* has 8"):
         host_update.host_devices([Accelerator()] * 9)
     assert host_update.host_devices([Accelerator()] * 2) == jax.devices()[:2]
+
+
+@pytest.mark.parametrize("chosen", [{"fields": ("params",)}, {"fresh": ("embed/up",)}], ids=str)
+def test_what_a_checkpoint_does_not_give_begins_anew(chosen, tmp_path):
+    plan = tiny.plan(data=4, zero=2)
+    hosted = plan.replace(**ON_HOST)
+    fz.save(tmp_path, fz.init(MODEL, TX, plan, rng=0), plan, asynchronous=False)
+    found, expected = (fz.restore(tmp_path, MODEL, TX, p, rng=1, **chosen) for p in (hosted, plan))
+    begun = fz.init(MODEL, TX, hosted)
+    assert jax.tree.map(tier_of, found) == jax.tree.map(tier_of, begun)
+    for name in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, *(getattr(x, name) for x in (found, expected)))
