@@ -357,6 +357,11 @@ def with_frozen(splits: PyTree, new: PyTree, whole: PyTree) -> PyTree:
     return map_splits(lambda s, new, old: old if s.frozen else new, splits, new, whole)
 
 
+def frozen_of(splits: PyTree, whole: PyTree) -> PyTree:
+    """The frozen leaves of a tree of all."""
+    return map_splits(lambda s, leaf: leaf if s.frozen else None, splits, whole)
+
+
 def map_leaves(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
     """A `Split` for each leaf, from its keys, its name and its shape."""
     found = [

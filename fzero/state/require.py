@@ -11,6 +11,7 @@ from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError, some_of
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
+from fzero.sharding.split import frozen_of
 from fzero.state.array_facts import GIVEN
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
@@ -109,11 +110,13 @@ def require_fits(
     operation: str,
     reads: Sequence[str] | None = None,
     abstract: bool = False,
+    frozen_alone: bool = False,
 ) -> None:
     """Raises `StateError` if the state is not one of this model, optimizer and plan.
 
     And `PlacementError` if leaves of the fields in `reads` (all by default) are parked, other than
-    those which the plan parks. Of an `abstract` state only shapes and dtypes are known.
+    those which the plan parks. Of an `abstract` state only shapes and dtypes are known. Of its
+    parameters may be needed those that are `frozen_alone`.
     """
     expected = TrainState(**blue.shapes(), grads=None)
     want = dict(named_leaves(expected))
@@ -163,8 +166,10 @@ def require_fits(
         name for name in fields_of(state)
         if not blue.parks(name) and (reads is None or name in reads)
     ]  # fmt: skip
-    needed = named_leaves({name: getattr(state, name) for name in fields})
-    require_on_device(needed, operation)
+    needed = {name: getattr(state, name) for name in fields}
+    if frozen_alone and "params" in needed:
+        needed["params"] = frozen_of(blue.params, state.params)
+    require_on_device(named_leaves(needed), operation)
 
 
 def _by_hand(rows: StackRows) -> str:

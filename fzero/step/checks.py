@@ -48,12 +48,15 @@ class Checks:
         reads: fields of the state that the step needs on the device.
         donate: whether the step gives the state's memory away.
         bare: whether it leaves optimizer state and accumulations alone, whatever they are.
+        frozen_alone: whether it reads of the parameters those alone that are frozen.
     """
 
     def __init__(
-        self, blue: Blueprint, name: str, reads: Sequence[str], donate: bool, bare: bool
-    ) -> None:
+        self, blue: Blueprint, name: str, reads: Sequence[str], donate: bool, bare: bool,
+        frozen_alone: bool,
+    ) -> None:  # fmt: skip
         self.blueprint, self.name, self.reads = blue, name, tuple(reads)
+        self.frozen_alone = frozen_alone
         self.donate, self.bare = donate, bare
         self._known: tuple[weakref.ref[TrainState], list[Any]] | None = None
         self._fits: set[Any] = set()
@@ -204,7 +207,7 @@ class Checks:
         return state.replace(opt_state=(), grads=None) if self.bare else state
 
     def _require_fits(self, state: TrainState, abstract: bool = False) -> None:
-        require_fits(state, self.blueprint, self.name, self.reads, abstract)
+        require_fits(state, self.blueprint, self.name, self.reads, abstract, self.frozen_alone)
 
 
 @contextlib.contextmanager

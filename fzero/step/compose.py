@@ -12,6 +12,7 @@ from fzero.batch import Inputs
 from fzero.keys import step_key
 from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.split import with_frozen
 from fzero.state.train_state import Pending
 from fzero.step.host_update import HostUpdate
 from fzero.step.looks import Look, looks_at_one_program, looks_at_stages
@@ -19,7 +20,7 @@ from fzero.step.passes import OneProgram, Passes, Pipeline, kept_by, read_by
 from fzero.step.placed_update import PlacedUpdate
 from fzero.step.update import Update
 from fzero.step.values import Metrics, StepAndKey, Values
-from fzero.tree import memory
+from fzero.tree import PyTree, memory
 from fzero.zero.options import CompilerOptions, compiler_options
 
 
@@ -53,9 +54,12 @@ class Fused:
 
     def __call__(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs the program."""
-        kept, used = self._apart(fields)
-        new: tuple[Values, Metrics] = self.program(kept, used, at, self._own(batch, fields))
-        return new
+        given = self._apart(fields)
+        new, metrics = self.program(*given, at, self._own(batch, given))
+        if given[0].get("params") is not fields.get("params"):
+            whole = with_frozen(self.passes.blueprint.params, fields["params"], new["params"])
+            new["params"] = whole
+        return new, metrics
 
     def lower(self, fields: Values, at: StepAndKey, batch: Inputs) -> Any:
         """The program, lowered for arrays or shapes."""
@@ -68,11 +72,14 @@ class Fused:
 
     def _apart(self, fields: Values) -> tuple[Values, Values]:
         """Fields in whose memory new ones may lie, and sums that an update uses up: jax warns where
-        nothing takes the place of what is donated."""
-        used = {"grads": fields["grads"]} if self.apply else {}
-        return {**fields, **dict.fromkeys(used)}, used
+        nothing takes the place of what is donated.
 
-    def _own(self, batch: Inputs, fields: Values) -> Inputs:
+        An accumulation is given what it reads alone: masters may be parked."""
+        if not self.apply:
+            return {**fields, **read_by(self.passes.blueprint, fields)}, {}
+        return {**fields, "grads": None}, {"grads": fields["grads"]}
+
+    def _own(self, batch: Inputs, fields: PyTree) -> Inputs:
         """The batch, without memory that the program gives away: a state's own average, say, as
         the teacher. The shapes tell of nearly all batches that there is none."""
         leaves, structure = jax.tree.flatten(batch)

@@ -26,7 +26,7 @@ from fzero.processes import repeated
 from fzero.programs.partitioner_faults import partitioned, partitioned_where_differentiated
 from fzero.programs.trace_memo import one_trace
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.sharding.split import Split, frozen_of, map_splits, trained, with_frozen
 from fzero.step.row_buffers import require_counts_told
 from fzero.step.row_sums import warn_of_rows_together
 from fzero.step.values import Gradients, Values
@@ -310,9 +310,7 @@ def read_by(blue: Blueprint, fields: Values) -> Values:
     """The fields that gradients are computed from, without parameters that they do not read."""
     read = {name: fields[name] for name in (*blue.reads, "buffers", "loss_scale")}
     if len(blue.reads) > 1:
-        read["params"] = map_splits(
-            lambda split, leaf: leaf if split.frozen else None, blue.params, fields["params"]
-        )
+        read["params"] = frozen_of(blue.params, fields["params"])
     return read
 
 

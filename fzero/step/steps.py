@@ -117,7 +117,8 @@ class TrainStep(_Step):
         reads += ["loss_scale", "grads"]
         reads += ["params", "compute", *OWNED] if apply else []
         self._reads = tuple(dict.fromkeys(reads))
-        self._checks = Checks(blue, self.name, self._reads, donate, bare=False)
+        frozen_alone = not apply and blue.reads[0] != "params"
+        self._checks = Checks(blue, self.name, self._reads, donate, False, frozen_alone)
 
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -279,8 +280,9 @@ class _ReadingStep(_Step, ABC):
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
             self._program = compiled(blue, self._one_program)
-        reads = (*reads_of(blue, which), "buffers")
-        self._checks = Checks(blue, name, reads, donate=False, bare=True)
+        reads = reads_of(blue, which)
+        frozen_alone = reads[0] != "params"
+        self._checks = Checks(blue, name, (*reads, "buffers"), False, True, frozen_alone)
 
     def __repr__(self) -> str:
         traces = f"{self.num_traces} programs traced"

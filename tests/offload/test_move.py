@@ -11,6 +11,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import psutil
 import pytest
@@ -522,3 +523,29 @@ def test_a_step_refuses_what_the_disk_is_still_taking(tmp_path):
         finally:
             returned.set()
             fz.reload(parked)
+
+
+@pytest.mark.parametrize("parked", ["plan", "hand"])
+def test_masters_that_only_an_update_reads_may_be_parked(parked, to, tmp_path):
+    """Beside frozen parameters too, which are read in the precision of the masters."""
+    model, tx, batch = odd_model(), optax.adam(1e-2), {"x": tiny.points(8)["x"]}
+    plan = tiny.plan(data=4, zero=1, precision="bf16", min_shard_bytes=0)
+    plain = fz.init(model, tx, plan, rng=1)
+    own_plan = plan
+    if parked == "plan":
+        own_plan = plan.replace(tiers={"master": to, "opt_state": to}, stream_bytes=64)
+        state = fz.init(model, tx, own_plan, rng=1)
+    else:
+        state = fz.offload(tiny.copied(plain), "master", to=to, where="lora", path=tmp_path)
+    before = fz.placement(state).bytes_per_device["params"]
+    found = fz.eval_step(model, own_plan)(state, batch)["loss"]
+    assert found == fz.eval_step(model, plan)(plain, batch)["loss"]
+    state, _ = fz.accumulate_step(model, tx, own_plan)(state, batch)
+    plain, _ = fz.accumulate_step(model, tx, plan)(plain, batch)
+    assert fz.placement(state).bytes_per_device["params"] == before
+    tiny.same_bits(fz.reload(state, donate=False), plain)
+    if parked == "plan":
+        state, _ = fz.train_step(model, tx, own_plan)(state, batch)
+        plain, _ = fz.train_step(model, tx, plan)(plain, batch)
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+        jax.tree.map(near, *(jax.device_get(x.params) for x in (fz.reload(state), plain)))
