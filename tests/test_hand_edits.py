@@ -34,6 +34,15 @@ EDITS = {
         lambda state: {"grads": state.params},
         r"grads: expected None or what accumulate_step left there, got dict",
     ),
+    "numbers beside sums": (
+        lambda state: {"grads": fz.Pending(state.params, 0.0, np.float32(0), jnp.int32(0))},
+        r"grads/count: expected a jax.Array as accumulate_step leaves it, got numpy.float32(.|\n)*"
+        r"grads/total: expected a jax.Array as accumulate_step leaves it, got builtins.float",
+    ),
+    "no sums": (
+        lambda state: {"grads": fz.Pending(None, *[jnp.float32(0)] * 2, jnp.int32(0))},
+        r"grads/sums/gain: expected, but missing",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError, some_of
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
-from fzero.sharding.split import frozen_of
+from fzero.sharding.split import frozen_of, trained
 from fzero.state.array_facts import GIVEN
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
@@ -127,17 +127,14 @@ def require_fits(
     if not isinstance(state.grads, Pending | None):
         kind = type(state.grads).__name__
         problems.append(f"grads: expected None or what accumulate_step left there, got {kind}")
+    else:
+        problems += _wrong_sums(state.grads, blue, abstract)
     for path, to in want.items():
         leaf = have.get(path)
         if leaf is None:
             continue
-        known = hasattr(leaf, "aval" if abstract else "sharding")
-        if not is_handle(leaf) and (not known or isinstance(leaf, jax.ShapeDtypeStruct)):
-            kind = type(leaf)
-            problems.append(
-                f"{path}: expected a jax.Array {to.dtype}{list(to.shape)}, got"
-                f" {kind.__module__}.{kind.__qualname__}"
-            )
+        if not _is_array(leaf, abstract):
+            problems.append(_no_array(path, f"{to.dtype}{list(to.shape)}", leaf))
             continue
         same = leaf.dtype == to.dtype or (is_key(leaf) and is_key(to))  # keys of any kind
         if tuple(leaf.shape) != tuple(to.shape) or not same:
@@ -170,6 +167,30 @@ def require_fits(
     if frozen_alone and "params" in needed:
         needed["params"] = frozen_of(blue.params, state.params)
     require_on_device(named_leaves(needed), operation)
+
+
+def _wrong_sums(grads: Pending | None, blue: Blueprint, abstract: bool) -> list[str]:
+    """What is wrong with accumulated gradients, a line for each leaf."""
+    if grads is None:
+        return []
+    of_parameters = named_leaves({"sums": trained(blue.params)})
+    wanted = [*(path for path, _ in of_parameters), "total", "count", "calls"]
+    have = dict(named_leaves(fields_of(grads)))
+    return [f"grads/{path}: expected, but missing" for path in wanted if path not in have] + [
+        _no_array(f"grads/{path}", "as accumulate_step leaves it", leaf)
+        for path, leaf in have.items() if not _is_array(leaf, abstract)
+    ]  # fmt: skip
+
+
+def _is_array(leaf: Any, abstract: bool) -> bool:
+    """Whether a leaf is an array of jax, or stands for one that is elsewhere."""
+    known = hasattr(leaf, "aval" if abstract else "sharding")
+    return is_handle(leaf) or (known and not isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def _no_array(path: str, wanted: str, leaf: Any) -> str:
+    kind = type(leaf)
+    return f"{path}: expected a jax.Array {wanted}, got {kind.__module__}.{kind.__qualname__}"
 
 
 def _by_hand(rows: StackRows) -> str:
