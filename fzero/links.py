@@ -36,7 +36,10 @@ class Mean:
 
     Args:
         total: scalar sum of what is averaged; differentiable.
-        count: scalar number of things averaged; treated as a constant by the gradient.
+        count: scalar number of things averaged; treated as a constant by the gradient of
+            `train_step`, since only all of a step's microbatches and devices have the whole. A
+            gradient of one's own through `eval_step` goes through it too, as that of the quotient
+            does in plain jax: the two differ where a count depends on parameters.
 
     Example:
         >>> import jax.numpy as jnp

@@ -98,6 +98,16 @@ def test_padded_leaves_that_were_put_in_whole_are_restored(given, tmp_path):
     tiny.same_bits(fz.restore(tmp_path, MODEL, TX, PLAN, devices=DEVICES), state)
 
 
+def test_what_an_edit_of_all_elements_writes_in_the_filling_is_said_to_be_no_loss(given, tmp_path):
+    state, _ = given
+    edited = state.replace(params=jax.tree.map(lambda x: x + 0.01, state.params))
+    fz.save(tmp_path, edited, PLAN, asynchronous=False)
+    with pytest.warns(UserWarning, match=r"params/odd: .* left out: .*x \+ 0.01 is, .*nothing is"):
+        found = fz.restore(tmp_path, MODEL, TX, PLAN, devices=DEVICES)
+    for name, value in fz.logical(MODEL, found, PLAN).items():
+        np.testing.assert_array_equal(value, fz.logical(MODEL, state, PLAN)[name] + 0.01)
+
+
 def test_what_the_message_advises_works(given):
     state, step = given
     halved = jax.tree.map(

@@ -464,8 +464,8 @@ class _StoredState:
                 warn(
                     f"restore: {path}: expected {dtype}{list(old.shape)}, filled up with zeros;"
                     f" checkpoint {self.about.number} in {self.about.path} has {list(shape)} with"
-                    " other values at the end, which are left out: those of a larger model, or"
-                    " written there by hand"
+                    " other values at the end, which are left out: those of a larger model, or of"
+                    " an edit of all elements, as x + 0.01 is, in which case nothing is lost"
                 )
             return relayout(file, old, new, to)
         except (OSError, ValueError, KeyError) as error:
