@@ -196,3 +196,26 @@ def test_floats_of_another_precision_are_kept_in_the_buffers_own():
     lowered = traced(half)
     state, _ = jax.tree.unflatten(lowered.out_tree, jax.tree.leaves(lowered.out_info))
     assert state["buffers"]["mean"].dtype == jnp.float32
+
+
+def test_a_count_that_depends_on_parameters_is_a_constant_to_a_step_alone():
+    def gated(p, rows):
+        gate = jax.nn.sigmoid(rows @ p["w"])
+        return jnp.sum(gate * rows.mean(1, keepdims=True)), jnp.sum(gate)
+
+    def loss(p, buffers, batch, rng, train):
+        return fz.Mean(*gated(p, batch["x"])), buffers, {}
+
+    rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    params, plan, tx = {"w": jnp.ones((2, 1))}, fz.Plan(data=2), optax.sgd(1.0)
+    model = fz.Model((params, {}), loss)
+    state = fz.init(model, tx, plan)
+    evaluate = fz.eval_step(model, plan)
+    found = jax.grad(lambda p: evaluate(state.replace(params=p), {"x": rows})["loss"])(state.params)
+    count = gated(params, rows)[1]
+    quotient = jax.grad(lambda p: jnp.divide(*gated(p, rows)))(params)
+    constant = jax.grad(lambda p: gated(p, rows)[0] / count)(params)
+    np.testing.assert_allclose(found["w"], quotient["w"], 1e-5)
+    stepped, _ = fz.train_step(model, tx, plan)(state, {"x": rows})
+    np.testing.assert_allclose(stepped.params["w"], params["w"] - constant["w"], 1e-5)
+    assert abs(constant["w"] - quotient["w"]).max() > 0.01
