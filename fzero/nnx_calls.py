@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fzero.compat import key_bits
 from fzero.errors import StateError, some_of
 from fzero.programs.unchanged import unchanged
 from fzero.tree import PyTree
@@ -53,7 +54,7 @@ class Contents:
         for path, value in nnx.iter_graph(module):
             if path in known:
                 leaves[path] = value
-            elif not (path and str(path[-1]).startswith(_OF_NNX)):
+            elif value is not None and not (path and str(path[-1]).startswith(_OF_NNX)):
                 attributes[path] = type(value) if isinstance(value, nnx.Pytree) else _held(value)
         return cls(leaves, {path: _raw(leaf) for path, leaf in leaves.items()}, attributes)
 
@@ -225,9 +226,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _same_constant(a: Any, b: Any) -> bool:
     if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return a is b
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    return np.array_equal(a, b)
+    return np.array_equal(key_bits(a), key_bits(b))
 
 
 def _raw(leaf: Any) -> Any:

@@ -175,7 +175,7 @@ def _wrong_sums(grads: Pending | None, blue: Blueprint, abstract: bool) -> list[
         return []
     of_parameters = named_leaves({"sums": trained(blue.params)})
     wanted = [*(path for path, _ in of_parameters), "total", "count", "calls"]
-    have = dict(named_leaves(fields_of(grads)))
+    have = dict(named_leaves(vars(grads)))
     return [f"grads/{path}: expected, but missing" for path in wanted if path not in have] + [
         _no_array(f"grads/{path}", "as accumulate_step leaves it", leaf)
         for path, leaf in have.items() if not _is_array(leaf, abstract)
