@@ -38,6 +38,7 @@ from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.stand_ins.checks_of_values import LeftOutCheckWarning, asked_in_vain
 from torch_bridge.export.stand_ins.experts import OwnLossWarning
 from torch_bridge.export.stand_ins.table import stand_ins
+from torch_bridge.export.unread import nothing_unread
 from torch_bridge.export.watch.attribute_caches import (
     Attribute,
     follow_from_sizes,
@@ -230,7 +231,8 @@ def _tidied(module: torch.nn.Module, trace: _Trace, mode: str) -> ExportedProgra
     replace_fresh_writes(program.graph_module)
     try:
         if needs_decomposing(program):
-            program = program.run_decompositions(decompositions(program))
+            with nothing_unread():
+                program = program.run_decompositions(decompositions(program))
     except Exception as error:
         raise ConversionError(_explain(error, mode, module)) from error
     places_of_tensors(program)
@@ -375,7 +377,7 @@ def _export_most_dynamic(
     asked: list[str] = []
     with (
         watch_functions() as functions, watch_gradients(), asked_in_vain(asked), stand_ins(module),
-        _tolerant(),
+        _tolerant(), nothing_unread(),
     ):  # fmt: skip
         for dynamic in kinds:
             asked.clear()
