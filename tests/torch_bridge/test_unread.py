@@ -1,4 +1,4 @@
-"""What torch.export does for those who debug it is left undone, and nothing that is read with it."""
+"""What torch.export does for those who debug it is left undone, and nothing that is read."""
 
 import logging
 import threading
