@@ -1,6 +1,7 @@
 """Losses that look across rows: right with the rows of all devices, named without them."""
 
 import contextlib
+import functools
 import warnings
 
 import jax
@@ -168,8 +169,20 @@ def trained(model, plan, devices, steps=2):
     return fz.logical(model, state), metrics
 
 
+def traced(model, plan, devices, batch=BATCH):
+    """What a step says while it is traced; it need not run."""
+    state = fz.abstract_state(model, TX, plan, devices=devices)
+    jax.eval_shape(fz.train_step(model, TX, plan, devices=devices), state, batch)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_is_no_sum_over_rows_is_named_once(loss):
+def test_what_is_no_sum_over_rows_is_named(loss):
+    with said(LOSSES[loss]):
+        traced(model_of(loss), tiny.plan(zero=1, data=4), jax.devices()[:4])
+
+
+@pytest.mark.parametrize("loss", [contrastive, share_of_masked])
+def test_it_is_named_once(loss):
     model, devices = model_of(loss), jax.devices()[:4]
     plan = tiny.plan(zero=1, data=4)
     with said(LOSSES[loss]):
@@ -194,11 +207,11 @@ def test_no_microbatch_has_the_rows_of_another(loss, data):
     """The rows of all devices are those of one microbatch: the remedy for devices is none here."""
     model, devices = model_of(loss), jax.devices()[:data]
     with said(r"compares rows .*2 microbatches.* wants microbatches=1"):
-        trained(model, Plan(data=data, microbatches=2), devices, 1)
+        traced(model, Plan(data=data, microbatches=2), devices)
     with said(None if data == 1 or loss is not contrastive else r"\(fz\.all_rows\), or give"):
-        trained(model, Plan(data=data), devices, 1)  # the same model again, which is right here
+        traced(model, Plan(data=data), devices)  # the same model again, which is right here
     with said(None):
-        trained(model_of(masked), Plan(data=data, microbatches=2), devices, 1)
+        traced(model_of(masked), Plan(data=data, microbatches=2), devices)
 
 
 def share_of_labelled(p, batch):
@@ -225,10 +238,13 @@ EVEN, ODD = np.arange(16) % 2 - 1, np.arange(16) - 5  # every second row counts,
 def test_a_quotient_by_what_all_count_alike_is_a_mean_of_rows(loss, labels, named, plan):
     batch, devices = {**BATCH, "labels": labels}, jax.devices()[: plan.data]
     model = model_of(loss)
-    with said("no sum over rows" if named else None):
-        state = fz.init(model, TX, plan, devices=devices)
-        state, metrics = fz.train_step(model, TX, plan, devices=devices)(state, batch)
-    if not named:
+    if named:
+        with said("no sum over rows"):
+            traced(model, plan, devices, batch)
+    else:
+        with said(None):
+            state = fz.init(model, TX, plan, devices=devices)
+            state, metrics = fz.train_step(model, TX, plan, devices=devices)(state, batch)
         one = Plan(data=1), jax.devices()[:1]
         state = fz.init(model, TX, one[0], devices=one[1])
         _, want = fz.train_step(model, TX, one[0], devices=one[1])(state, batch)
@@ -293,6 +309,11 @@ def test_evaluation_and_programs_of_ones_own_name_it_too():
         jax.eval_shape(fz.train_step(model, TX, plan, devices=devices), state, BATCH)
 
 
+@functools.cache
+def trained_alone(loss):
+    return trained(model_of(loss), Plan(data=1), jax.devices()[:1])
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -303,9 +324,8 @@ def test_evaluation_and_programs_of_ones_own_name_it_too():
 )
 @pytest.mark.parametrize("loss", [contrastive_of_all, contrastive_beside_all])
 def test_with_the_rows_of_all_a_loss_is_that_of_one_device(loss, plan):
-    model = model_of(loss)
-    want, wanted = trained(model, Plan(data=1), jax.devices()[:1])
-    got, found = trained(model, plan, jax.devices()[:4])
+    want, wanted = trained_alone(loss)
+    got, found = trained(model_of(loss), plan, jax.devices()[:4])
     # The sums over rows are made in another order, and Adam's first steps divide by gradients.
     tiny.close(got, want, rtol=1e-4, atol=1e-5)
     for name in ("loss", "grad_norm"):
