@@ -90,10 +90,27 @@ WAYS = [plain, registered, in_the_dict, twice_and_in_place, changed_places,
         written_and_changed_places, to_and_fro]  # fmt: skip
 
 
-@pytest.mark.parametrize("around", [lambda m: m, Part, lambda m: Part(Part(m))])
-@pytest.mark.parametrize("assign", WAYS, ids=lambda way: way.__name__)
-def test_each_call_finds_what_the_last_one_assigned(assign, around):
-    module = around(Center(assign))
+class Beside(nn.Module):
+    """Modules that assign in one way each, on the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleDict({way.__name__: Center(way) for way in WAYS})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([module(x) for module in self.each.values()])
+
+
+MADE = {
+    **{way.__name__: lambda way=way: Center(way) for way in WAYS},
+    "in parts": lambda: Part(Beside()),
+    "in parts of parts": lambda: Part(Part(Beside())),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_each_call_finds_what_the_last_one_assigned(make):
+    module = make()
     converted = tb.convert(module, X)
     params, buffers = converted.params, converted.buffers
     for call in range(3):
