@@ -73,6 +73,13 @@ def agree(fn: Callable[..., Any], *inputs: torch.Tensor) -> None:
     require_equal(both(fn, *inputs), inputs)
 
 
+def agree_all(*cases: tuple[Any, ...]) -> None:
+    """The same of several functions, each with its inputs: `(fn, *inputs)`."""
+    found = all_at_once({str(n): (fn, inputs) for n, (fn, *inputs) in enumerate(cases)})
+    for result, (_, *inputs) in zip(found.values(), cases, strict=True):
+        require_equal(result, tuple(inputs))
+
+
 def require_equal(result: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     want, got, wanted, found = result
     assert want.dtype == got.dtype or want.dtype == np.int64

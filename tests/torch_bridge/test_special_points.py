@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pointwise import Fn, agree, all_at_once, both, require_equal
+from pointwise import Fn, agree, agree_all, all_at_once, both, require_equal
 
 import torch_bridge as tb
 from torch_bridge.lower import find_lowering
@@ -145,12 +145,14 @@ def test_bounds_that_are_tensors_may_cross_be_met_or_be_none():
     x = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 1.0, 2.0, -1.0])
     low = torch.tensor([1.0, 1.0, 2.0, 6.0, 7.0, NAN, 2.0, 0.0])
     high = torch.tensor([3.0, 1.0, 4.0, 6.0, 3.0, 2.0, NAN, -2.0])
-    agree(torch.clamp, x, low, high)
-    agree(torch.clamp_min, x, low)
-    agree(torch.clamp_max, x, high)
     without_end = torch.full_like(x, INF)
-    agree(torch.clamp_min, x, without_end)
-    agree(torch.clamp_max, x, -without_end)
+    agree_all(
+        (torch.clamp, x, low, high),
+        (torch.clamp_min, x, low),
+        (torch.clamp_max, x, high),
+        (torch.clamp_min, x, without_end),
+        (torch.clamp_max, x, -without_end),
+    )
 
 
 def test_the_slope_of_a_size_is_the_direction_of_its_result():
@@ -160,8 +162,11 @@ def test_the_slope_of_a_size_is_the_direction_of_its_result():
 
 def test_incomplete_gammas_of_any_order():
     grid = torch.meshgrid(*[torch.tensor([0.0, 1.0, INF, NAN, -1.0])] * 2, indexing="ij")
-    for fn in (torch.igamma, torch.igammac):
-        agree(lambda a, x, fn=fn: fn(a.detach(), x.detach()), *(x.reshape(-1) for x in grid))
+    points = [x.reshape(-1) for x in grid]
+    agree_all(
+        (lambda a, x: torch.igamma(a.detach(), x.detach()), *points),
+        (lambda a, x: torch.igammac(a.detach(), x.detach()), *points),
+    )
 
 
 def test_zeta_at_its_poles():
@@ -170,9 +175,12 @@ def test_zeta_at_its_poles():
         torch.tensor([-3.0, -0.5, -0.0, 0.0, 0.3, 1.0, 2.0, INF, -INF]),
         indexing="ij",
     )
-    agree(lambda q: torch.special.zeta(x.reshape(-1), q.detach()), q.reshape(-1))
-    agree(lambda q: torch.special.zeta(torch.tensor(INF), q.detach()), torch.tensor([0.5, 1.0]))
-    agree(lambda q: torch.special.zeta(2.5, q), torch.tensor([0.3, 1.0, 4.0, 0.0]))
+    zeta = torch.special.zeta
+    agree_all(
+        (lambda q: zeta(x.reshape(-1), q.detach()), q.reshape(-1)),
+        (lambda q: zeta(torch.tensor(INF), q.detach()), torch.tensor([0.5, 1.0])),
+        (lambda q: zeta(2.5, q), torch.tensor([0.3, 1.0, 4.0, 0.0])),
+    )
 
 
 def test_cross_entropy_of_certainties():
@@ -180,27 +188,27 @@ def test_cross_entropy_of_certainties():
     agree(F.binary_cross_entropy, x.contiguous(), y.contiguous())
 
 
-@pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss])
-def test_losses_of_exact_predictions(loss):
-    agree(loss, torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+def test_losses_of_exact_predictions():
+    points = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    losses = F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss
+    agree_all(*((loss, *points) for loss in losses))
 
 
 @pytest.mark.parametrize("options", [{}, {"p": 2}, {"margin": 0.0}, {"weight": WEIGHT}], ids=str)
 def test_margins_that_are_just_kept(options):
-    x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
-    agree(lambda x: F.multi_margin_loss(x, torch.tensor([0, 2]), **options), x)
-    agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0])
-    each = {**options, "reduction": "none"}
-    agree(lambda x: F.multi_margin_loss(x, torch.tensor([1]), **each), x[0])
-    agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **each), x[:1])
+    x, each = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]]), {**options, "reduction": "none"}
+    agree_all(
+        (lambda x: F.multi_margin_loss(x, torch.tensor([0, 2]), **options), x),
+        (lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0]),
+        (lambda x: F.multi_margin_loss(x, torch.tensor([1]), **each), x[0]),
+        (lambda x: F.multi_margin_loss(x, torch.tensor(1), **each), x[:1]),
+    )
 
 
 @pytest.mark.parametrize("of", [torch.median, torch.nanmedian])
-@pytest.mark.parametrize(
-    "x", [[-INF, -INF, 1], [NAN, NAN, 1], [INF, INF, 1], [NAN, 1, 1], []], ids=str
-)
-def test_medians_at_the_ends(of, x):
-    agree(of, torch.tensor(x, dtype=torch.float32))
+def test_medians_at_the_ends(of):
+    rows = [-INF, -INF, 1], [NAN, NAN, 1], [INF, INF, 1], [NAN, 1, 1], []
+    agree_all(*((of, torch.tensor(x, dtype=torch.float32)) for x in rows))
 
 
 @pytest.mark.parametrize("padding", [None, 1])
@@ -293,10 +301,13 @@ def test_norms_beside_infinity_nan_and_zeros(order):
     """NaN where PyTorch has it, at zeros beside infinity, too; of rows that `renorm` leaves, 1."""
     x = torch.tensor([[0.0, 0, INF], [INF, 1, 1], [INF, -INF, INF], [-INF, 0, NAN], [NAN, 1, 2],
                       [0, 0, 0], [0.0, -0.0, 3], [1, -2, 2]])  # fmt: skip
-    agree(lambda x: torch.linalg.vector_norm(x, ord=order, dim=1), x)
-    for bound in (0.0, 1.0) if order > 0 else ():
-        agree(lambda x, bound=bound: torch.renorm(x, order, 0, bound), x)
-        agree(lambda x, bound=bound: torch.renorm(x[:, 1:], order, 1, bound), x[4:])
+    bounds = (0.0, 1.0) if order > 0 else ()
+    agree_all(
+        (lambda x: torch.linalg.vector_norm(x, ord=order, dim=1), x),
+        *((lambda x, bound=bound: torch.renorm(x, order, 0, bound), x) for bound in bounds),
+        *((lambda x, bound=bound: torch.renorm(x[:, 1:], order, 1, bound), x[4:])
+          for bound in bounds),
+    )  # fmt: skip
 
 
 def test_targets_of_binary_cross_entropy_have_a_gradient():
@@ -306,14 +317,16 @@ def test_targets_of_binary_cross_entropy_have_a_gradient():
 
 def test_infinite_gaps_of_robust_losses_have_a_slope():
     x = torch.tensor([0.0, 1.0, INF, -INF])
-    for loss in (F.smooth_l1_loss, F.huber_loss):
-        agree(lambda x, loss=loss: loss(x, torch.zeros(4), reduction="none"), x)
+    agree_all(
+        (lambda x: F.smooth_l1_loss(x, torch.zeros(4), reduction="none"), x),
+        (lambda x: F.huber_loss(x, torch.zeros(4), reduction="none"), x),
+    )
 
 
 def test_between_infinities_a_mean_begins_at_the_nearer_end():
     x, y = torch.tensor([[INF, 1.0, 0.0], [1.0, INF, 2.0]])
-    for weight in (0.3, 0.5, torch.tensor([0.5, 0.2, 0.7])):
-        agree(lambda x, y, weight=weight: torch.lerp(x, y, weight), x, y)
+    weights = 0.3, 0.5, torch.tensor([0.5, 0.2, 0.7])
+    agree_all(*((lambda x, y, w=w: torch.lerp(x, y, w), x, y) for w in weights))
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -331,14 +344,16 @@ def test_variances_of_too_few_rows():
 def test_values_reduced_into_places_may_be_equal_and_infinite(reduce, include_self):
     index, x = torch.tensor([0, 0, 1, 1]), torch.tensor([2.0 * (reduce == "prod"), 1.0, 5.0])
     options = {"reduce": reduce, "include_self": include_self}
-    for src in ([0.0, 0.0, INF, INF], [2.0, -1.0, 1.0, 1.0], [-INF, -INF, 1.0, 2.0]):
-        agree(lambda x, s: x.scatter_reduce(0, index, s, **options), x, torch.tensor(src))
+    sources = [0.0, 0.0, INF, INF], [2.0, -1.0, 1.0, 1.0], [-INF, -INF, 1.0, 2.0]
+    agree_all(
+        *((lambda x, s: x.scatter_reduce(0, index, s, **options), x, torch.tensor(src))
+          for src in sources)
+    )  # fmt: skip
 
 
 def test_distances_whose_largest_gaps_are_equal():
     x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
-    agree(lambda x: torch.cdist(x, x.flip(0), p=INF), x)
-    agree(lambda x: F.pdist(x, p=INF), x)
+    agree_all((lambda x: torch.cdist(x, x.flip(0), p=INF), x), (lambda x: F.pdist(x, p=INF), x))
 
 
 @pytest.mark.parametrize("few", [2**24, 0], ids=["differences", "products"])
@@ -346,9 +361,11 @@ def test_rows_that_are_equal_have_no_slope_however_many(few, monkeypatch):
     """Whole numbers, of which PyTorch's product of matrices leaves no noise."""
     monkeypatch.setattr("torch_bridge.lower.distances._FEW_NUMBERS", few)
     x = torch.arange(120.0).reshape(30, 4) % 7
-    agree(lambda x: torch.cdist(x, x), x)
-    agree(lambda x, y: torch.cdist(x[:, None, :2], y), x, x[3:6, :2])
-    agree(lambda x: torch.cdist(x[:3], x[:3], compute_mode="use_mm_for_euclid_dist"), x)
+    agree_all(
+        (lambda x: torch.cdist(x, x), x),
+        (lambda x, y: torch.cdist(x[:, None, :2], y), x, x[3:6, :2]),
+        (lambda x: torch.cdist(x[:3], x[:3], compute_mode="use_mm_for_euclid_dist"), x),
+    )
 
 
 def test_labels_that_are_certain_or_impossible_have_a_ctc_loss():
@@ -402,8 +419,7 @@ def test_the_gradient_of_a_window_of_masked_elements_goes_to_its_first_one(how, 
     given = {"kernel_size": 3, "stride": 2, "padding": 1, **how}
     if not how.get("return_indices"):
         return agree(lambda x: pool(x, **given), x)
-    agree(lambda x: pool(x, **given)[0], x)
-    agree(lambda x: pool(x, **given)[1], x)
+    return agree_all((lambda x: pool(x, **given)[0], x), (lambda x: pool(x, **given)[1], x))
 
 
 def test_a_running_sum_of_exponentials_goes_on_behind_infinity():
@@ -418,14 +434,16 @@ def test_which_pivot_is_not_there(upper):
     # Its largest pivot is a power of two: on any CPU what is to be zero is.
     ones, rank = torch.ones(3, 3), torch.tensor([[1.0, 2, 3], [2, 4, 6], [4, 8, 1]])
     x = torch.stack([torch.eye(3), ones, rank, -torch.eye(3), torch.zeros(3, 3)])
-    agree(lambda x: torch.linalg.cholesky_ex(x.detach(), upper=upper)[1].float(), x)
-    for fn in (torch.linalg.inv_ex, torch.linalg.lu_factor_ex):
-        agree(lambda x, fn=fn: fn(x.detach())[-1].float(), x)
-    agree(lambda x: torch.linalg.solve_ex(x.detach(), torch.ones(3))[1].float(), x)
     z = torch.complex(x, x.tril(-1) - x.triu(1))
-    agree(lambda x: torch.linalg.cholesky_ex(x.detach() * z, upper=upper)[1].float(), x)
-    agree(lambda x: torch.linalg.matrix_norm(x, 2), torch.zeros(0, 0))
-    agree(lambda x: torch.linalg.cholesky_ex(x.detach())[1].float(), torch.zeros(2, 0, 0))
+    agree_all(
+        (lambda x: torch.linalg.cholesky_ex(x.detach(), upper=upper)[1].float(), x),
+        (lambda x: torch.linalg.inv_ex(x.detach())[-1].float(), x),
+        (lambda x: torch.linalg.lu_factor_ex(x.detach())[-1].float(), x),
+        (lambda x: torch.linalg.solve_ex(x.detach(), torch.ones(3))[1].float(), x),
+        (lambda x: torch.linalg.cholesky_ex(x.detach() * z, upper=upper)[1].float(), x),
+        (lambda x: torch.linalg.matrix_norm(x, 2), torch.zeros(0, 0)),
+        (lambda x: torch.linalg.cholesky_ex(x.detach())[1].float(), torch.zeros(2, 0, 0)),
+    )
 
 
 @pytest.mark.parametrize("how", ["bilinear", "bicubic", "smooth"])
@@ -435,15 +453,17 @@ def test_a_missing_pixel_stays_where_it_is(how):
     x[..., 1, 2], x[..., 5, 5] = NAN, INF
     smooth = {"mode": "bilinear", "antialias": True}
     options = smooth if how == "smooth" else {"mode": how, "align_corners": False}
-    for size in ((4, 4), (11, 7)):
-        agree(lambda x, size=size: F.interpolate(x, size, **options), x)
+    agree_all(
+        (lambda x: F.interpolate(x, (4, 4), **options), x),
+        (lambda x: F.interpolate(x, (11, 7), **options), x),
+    )
 
 
-@pytest.mark.parametrize("size", [(3, 4), (4, 5), (1, 6)])
-def test_a_missing_pixel_stays_in_its_windows(size):
+def test_a_missing_pixel_stays_in_its_windows():
     x = torch.arange(40.0).reshape(1, 1, 5, 8)
     x[..., 1, 2], x[..., 4, 5] = NAN, INF
-    agree(lambda x: F.adaptive_avg_pool2d(x, size), x)
+    sizes = (3, 4), (4, 5), (1, 6)
+    agree_all(*((lambda x, size=size: F.adaptive_avg_pool2d(x, size), x) for size in sizes))
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
@@ -459,8 +479,7 @@ def test_an_infinite_maximum_goes_back_to_its_place():
 
 def test_an_infinite_slope_is_in_no_other_gradient():
     x = torch.tensor([[1.0, -1.0, INF, -2.0], [0.0, 2.0, -INF, 3.0]])
-    agree(F.prelu, x, torch.tensor([0.5]))
-    agree(F.prelu, x[:, :2], torch.tensor([0.5, INF]))
+    agree_all((F.prelu, x, torch.tensor([0.5])), (F.prelu, x[:, :2], torch.tensor([0.5, INF])))
 
 
 def test_an_infinite_variance_has_an_infinite_loss():
@@ -472,8 +491,7 @@ def test_an_infinite_variance_has_an_infinite_loss():
 
 def test_a_missing_number_is_no_difference_that_counts():
     x = torch.tensor([[1.0, NAN, 3.0], [1.0, 2.0, 0.0], [1.0, 2.0, 3.0]])
-    agree(lambda x: torch.cdist(x, x.flip(0), p=0.0), x)
-    agree(lambda x: F.pdist(x, p=0.0), x)
+    agree_all((lambda x: torch.cdist(x, x.flip(0), p=0.0), x), (lambda x: F.pdist(x, p=0.0), x))
 
 
 def test_no_voxel_is_read_infinitely_far_away():
@@ -513,17 +531,21 @@ def test_statistics_of_a_norm_have_no_gradient():
 
 
 def test_trigamma_of_infinity_is_0():
-    agree(lambda x: torch.polygamma(1, x.detach()), torch.tensor([INF, -INF, 0.5, 2.0, 0.0]))
-    agree(torch.digamma, torch.tensor([INF, 0.5, 0.0]))
+    agree_all(
+        (lambda x: torch.polygamma(1, x.detach()), torch.tensor([INF, -INF, 0.5, 2.0, 0.0])),
+        (torch.digamma, torch.tensor([INF, 0.5, 0.0])),
+    )
 
 
 def test_quotients_by_a_divisor_that_is_spread_are_cut_as_they_are():
     """By its reciprocal, which XLA takes, 3 / 3 is less than 1."""
     y = torch.arange(1.0, 60.0)[None] / 4
     x = torch.arange(1.0, 6.0)[:, None] * y
-    agree(lambda x, y: torch.div(x.detach(), y.detach(), rounding_mode="trunc"), x, y)
-    agree(lambda x: torch.div(x.detach(), 0.3, rounding_mode="trunc"), x)
-    agree(torch.fmod, x, y)
+    agree_all(
+        (lambda x, y: torch.div(x.detach(), y.detach(), rounding_mode="trunc"), x, y),
+        (lambda x: torch.div(x.detach(), 0.3, rounding_mode="trunc"), x),
+        (torch.fmod, x, y),
+    )
 
 
 STEPS = {
@@ -545,17 +567,21 @@ def test_quotients_before_a_step_are_pytorchs(step):
     def of(q):
         return STEPS[step](q).to(torch.float32)
 
-    agree(lambda x, y: of(x / y) if step == "quantised" else of(x.detach() / y.detach()), x, y)
-    agree(lambda x: of(x.detach() / 0.3), x)
-    agree(lambda x: of(whole / 3) + x.sum() * 0, x)
+    agree_all(
+        (lambda x, y: of(x / y) if step == "quantised" else of(x.detach() / y.detach()), x, y),
+        (lambda x: of(x.detach() / 0.3), x),
+        (lambda x: of(whole / 3) + x.sum() * 0, x),
+    )
 
 
 @pytest.mark.parametrize("upper", [False, True])
 def test_a_factors_gradient_is_that_of_the_whole_factor(upper):
     """PyTorch's, though one triangle is read."""
     factor, b = torch.tensor([[2.0, 1.0], [0.5, 3.0]]), torch.tensor([[1.0], [2.0]])
-    agree(lambda b, factor: torch.cholesky_solve(b, factor, upper=upper), b, factor)
-    agree(lambda factor: torch.cholesky_inverse(factor, upper=upper), factor)
+    agree_all(
+        (lambda b, factor: torch.cholesky_solve(b, factor, upper=upper), b, factor),
+        (lambda factor: torch.cholesky_inverse(factor, upper=upper), factor),
+    )
 
 
 def test_values_at_the_edges_of_bins_are_counted_where_pytorch_counts_them():
