@@ -1,6 +1,7 @@
 """The house rules, read from the source: downward imports, no torch in fzero, no private jax."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import pathlib
@@ -77,15 +78,23 @@ def module_name(path):
     return ".".join(relative.parts).removesuffix(".__init__")
 
 
+@functools.cache
+def nodes(path):
+    """All that a file's syntax tree has."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imported(path):
     """Absolute names of everything a file imports, wherever in the file it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def rank_of(name):
@@ -182,11 +191,11 @@ NAMING_AXES = {
 
 def names_an_axis(path):
     """Whether code reads the name of a further axis, or a plan's size of it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Name) and node.id in ("TENSOR", "CONTEXT", "EXPERT"):
             return True
-        plan = isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1]
-        if plan in ("plan", "p") and node.attr in ("tensor", "context", "expert"):
+        read = isinstance(node, ast.Attribute) and node.attr in ("tensor", "context", "expert")
+        if read and ast.unparse(node.value).split(".")[-1] in ("plan", "p"):
             return True
     return False
 
@@ -249,7 +258,7 @@ def test_warnings_are_said_in_one_way():
 def test_modules_and_functions_stay_small():
     large = [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 500]
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 docstring = ast.get_docstring(node, clean=False) or ""
                 lines = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
@@ -290,7 +299,7 @@ def test_parameter_lists_stay_short():
     known = {name for names in MANY_PARAMETERS.values() for name in names}
     found = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 names = [arg.arg for arg in given if arg.arg not in ("self", "cls")]
@@ -339,7 +348,7 @@ def test_no_two_classes_have_one_name(package):
     found = {}
     for path in SOURCES:
         if path.is_relative_to(ROOT / package):
-            for node in ast.parse(path.read_text()).body:
+            for node in nodes(path)[0].body:
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, []).append(module_name(path))
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
