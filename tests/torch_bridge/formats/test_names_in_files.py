@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def mixtral() -> Any:
 
 def neox() -> Any:
     return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES)).eval()
+
+
+@functools.cache
+def converted_neox() -> tb.Converted:
+    """For tests that restore other values into it."""
+    return tb.convert(neox(), IDS, train=False)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_a_config_that_names_no_class_has_the_table_of_its_family(tmp_path: Path
     config = json.loads((tmp_path / "config.json").read_text())
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    converted = tb.convert(neox(), IDS, train=False)
+    converted = converted_neox()
     state = tb.restore(tmp_path, converted, None, fz.Plan(data=1))
     want = model.state_dict()["lm_head.weight"]  # `embed_out.weight` in the file
     assert torch.equal(tb.state_dict(converted, state)["lm_head.weight"], want)
@@ -120,7 +127,7 @@ def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
         {"embed_out.weight": head, "lm_head.weight": head + 1}, tmp_path / "pytorch_model.bin"
     )
     with pytest.raises(CheckpointError, match=r"and another are both `lm_head\.weight`"):
-        tb.restore(tmp_path, tb.convert(model, IDS, train=False), None, fz.Plan(data=1))
+        tb.restore(tmp_path, converted_neox(), None, fz.Plan(data=1))
 
 
 def test_code_beside_the_files_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,12 +140,12 @@ def test_code_beside_the_files_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "config.json").write_text(config)
     torch.save({"embed_out.weight": torch.zeros(37, 16)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"missing: `lm_head\.weight`"):
-        tb.restore(tmp_path, tb.convert(neox(), IDS, train=False), None, fz.Plan(data=1))
+        tb.restore(tmp_path, converted_neox(), None, fz.Plan(data=1))
     assert not ran.exists()
 
 
 def test_other_folders_are_refused_as_before(tmp_path: Path) -> None:
-    converted = tb.convert(neox(), IDS, train=False)
+    converted = converted_neox()
     for config in (None, "{}", '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'):
         torch.save({"embed_out.weight": torch.zeros(37, 16)}, tmp_path / "pytorch_model.bin")
         if config is not None:
