@@ -43,13 +43,14 @@ def partitioned(
     and that of a depthwise kernel whose dims are in another order than those of a value whose
     features are divided.
 
-    Held whole is what it ends the process at: what is picked of by an index for each row, where
-    rows are shared out and two further axes divide (logits over `tensor`, say, of which
-    `jnp.take_along_axis` picks labels), and what a Fourier transform runs along, where the size is
-    no multiple of an axis' square, convolutions in groups of features or rows, and a pad that cuts
-    a front off and fills between. And what it gets wrong: what is written at one place
-    (`x.at[:, 1:].set(y)`) of what was written before, along the dims of that place, and all
-    convolutions where two further axes divide.
+    Held whole is what it ends the process at: what an index picks of or writes into, along the
+    dims of that index, where rows are shared out and two further axes divide (logits over `tensor`,
+    say, of which `jnp.take_along_axis` picks labels; the gradient of `jnp.sort`), what a Fourier
+    transform runs along, where the size is no multiple of an axis' square, and convolutions in
+    groups of features or rows. And what it gets wrong: what a pad fills between, as the gradient of
+    `x[:, ::3]` does; what is written at one place (`x.at[:, 1:].set(y)`) of what was written
+    before, along the dims of that place; and all convolutions where two further axes divide. And
+    what CPUs cannot add up between devices: a `reduce` by the caller's own rule, or exclusive or.
 
     Args:
         run: the function.
@@ -168,28 +169,30 @@ def _to_hold(
 
     Args:
         equation: the equation.
-        picks: whether indices for each row may end the process.
+        picks: whether indices along a divided dim may end the process.
         sizes: of the axes that XLA divides over.
     """
     name, given = equation.primitive.name, equation.params
     if name == "gather" and picks:
-        numbers = given["dimension_numbers"]
-        if numbers.operand_batching_dims or len(numbers.start_index_map) > 1:
-            return [numbers.start_index_map], ()
+        dims = given["dimension_numbers"].start_index_map
+        return ((), ()) if _is_table(equation, dims, equation.outvars[0]) else ([dims], ())
     if name == "conv_general_dilated":
         value, kernel, out = given["dimension_numbers"]
         grouped = max(given["feature_group_count"], given["batch_group_count"]) > 1
         wide = any(equation.invars[1].aval.shape[d] > 1 for d in kernel[2:])
         if (grouped or wide) if len(sizes) > 1 else (grouped and not _depthwise(equation)):
             return [value, kernel], out
-    if name.startswith("scatter") and _is_one_window(equation):
+    if name.startswith("scatter"):
         dims = given["dimension_numbers"].scatter_dims_to_operand_dims
-        return [dims], dims
+        many = picks and not _is_table(equation, dims, equation.invars[2])
+        if many or _is_one_window(equation):
+            return [dims], dims
     if name == "pad":
-        dims = [
-            d for d, (low, _, between) in enumerate(given["padding_config"]) if low < 0 < between
-        ]
+        dims = [d for d, (_, _, between) in enumerate(given["padding_config"]) if between > 0]
         return ([dims], dims) if dims else ((), ())
+    if name in ("reduce", "reduce_xor"):
+        dims = given["dimensions" if name == "reduce" else "axes"]
+        return [dims] * len(equation.outvars), ()
     if name == "fft":
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
         along = range(len(shapes[0]))[-len(given["fft_lengths"]) :]
@@ -294,6 +297,15 @@ def _is_one_window(equation: Any) -> bool:
     """Whether a scatter writes at one place, as `x.at[:, 1:].set(y)` does."""
     places = equation.invars[1].aval.shape
     return math.prod(places[:-1]) == 1
+
+
+def _is_table(equation: Any, dims: Sequence[int], picked: Any) -> bool:
+    """Whether a gather or scatter is of rows of a table, as of tokens: these XLA divides over a
+    vocabulary and positions at once. One that is no larger than what is picked of it is held."""
+    table = equation.invars[0].aval
+    alone = table.ndim == 2 and tuple(dims) == (0,)
+    batched = equation.params["dimension_numbers"].operand_batching_dims
+    return bool(alone and not batched and table.size > picked.aval.size)
 
 
 def _depthwise(equation: Any) -> bool:

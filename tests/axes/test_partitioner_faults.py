@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import Mesh, PartitionSpec
 
 import fzero as fz
 import torch_bridge as tb
+from fzero.programs.partitioner_faults import partitioned
 
 
 TWO = {"context": 2, "tensor": 2}
@@ -127,6 +129,114 @@ def test_what_is_written_twice_along_divided_positions_is_that_of_one_device(nam
         rows(4, 8, 8),
         context=2,
     )
+
+
+def held(x):
+    """As a user's own constraint holds a value whole, where there are axes."""
+    alone = jax.sharding.get_abstract_mesh().empty
+    return x if alone else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+EVERY = np.arange(8)
+
+
+def every_third(x):
+    return x[:, ::3]
+
+
+STRIDES = {
+    "written": ({"context": 2}, lambda x: every_third(x).at[:, 0].set(3)),
+    "held": ({"context": 2}, lambda x: held(every_third(x))),
+    "even": ({"context": 2}, lambda x: x[:, 1::2].at[:, 0].set(3)),
+    "far": ({"context": 4}, lambda x: every_third(x).at[:, 0].set(3)),
+    "convolved": (TWO, lambda x: conv(every_third(x), jnp.ones((3, 8, 8)) / 8)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_steps_through_divided_positions_may_be_read_whole(name):
+    """Their gradient fills between. XLA's own was wrong, without a word, or ended in its words."""
+    axes, read = STRIDES[name]
+
+    def loss(p, buffers, batch, rng, train):
+        x = read(jnp.tanh(batch["x"] @ p["w"]))
+        return jnp.mean(x * x * batch["x"][:, : x.shape[1]]), buffers, {}
+
+    model = fz.Model(
+        lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
+    )
+    agree(model, rows(4, 8, 8), **axes)
+
+
+INDEXED = {
+    "picked": lambda x, at: x[jnp.arange(len(x))[:, None], at],
+    "sorted": lambda x, at: jnp.sort(x, axis=1),
+    "taken": lambda x, at: x[:, :, EVERY[::-1]],
+    "set": lambda x, at: (2 * x).at[:, ::2].set(x[:, 1::2]),
+    "added": lambda x, at: (2 * x).at[:, jnp.asarray([1, 1, 6])].add(x[:, 3:6]),
+    "in a loop": lambda x, at: jax.lax.fori_loop(
+        1, 8, lambda t, x: x.at[:, :, t].add(x[:, :, t - 1]), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_along_divided_dims_beside_shared_out_rows_is_that_of_one_device(name):
+    """XLA's partitioner ended the process."""
+
+    def loss(p, buffers, batch, rng, train):
+        x = INDEXED[name](jnp.tanh(batch["x"] @ p["w"]), batch["at"])
+        return jnp.mean(x * x * batch["x"][:, : x.shape[1]]), buffers, {}
+
+    model = fz.Model(
+        lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
+    )
+    at = np.random.default_rng(1).integers(0, 8, (4, 8)).astype(np.int32)
+    agree(model, {**rows(4, 8, 8), "at": at}, data=2, **TWO)
+
+
+@pytest.mark.parametrize("vocabulary", [4, 64])
+def test_a_tokens_table_stays_divided_unless_it_is_small(vocabulary):
+    """XLA divides such a gather, and its gradient, over a vocabulary and positions at once."""
+
+    def init(key):
+        return {"table": jax.random.normal(key, (vocabulary, 8)), "w": jnp.eye(8)}, {}
+
+    def loss(p, buffers, batch, rng, train):
+        return jnp.mean(jnp.square(jnp.tanh(p["table"][batch["at"]]) @ p["w"])), buffers, {}
+
+    model = fz.Model(init, loss, shard={"table": ("tensor",), "w": (None, "tensor")})
+    at = np.random.default_rng(1).integers(0, vocabulary, (4, 8)).astype(np.int32)
+    agree(model, {"at": at}, data=2, **TWO)
+    mesh, spec = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", *TWO)), PartitionSpec
+    picked = jax.shard_map(
+        lambda table, at: table[at],
+        mesh=mesh,
+        in_specs=(spec(), spec("data")),
+        out_specs=spec("data"),
+        axis_names={"data"},
+    )
+    program = jax.make_jaxpr(partitioned(picked, mesh))(jnp.ones((vocabulary, 8)), at)
+    assert ("sharding_constraint" in str(program)) == (vocabulary == 4)
+
+
+REDUCED = {
+    "exclusive or": lambda i: jax.lax.reduce(i, np.int32(0), jax.lax.bitwise_xor, (1,)),
+    "own": lambda i: jax.lax.reduce(
+        i, np.int32(0), lambda a, b: jnp.maximum(a & 3, b & 3) | (a & 4) | (b & 4), (1,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_what_cpus_do_not_reduce_between_devices_is_reduced_whole(name):
+    def loss(p, buffers, batch, rng, train):
+        found = REDUCED[name](batch["at"]).astype(jnp.float32)
+        return jnp.mean(jnp.square(p["w"]) * found), buffers, {}
+
+    at = np.random.default_rng(1).integers(0, 8, (4, 8)).astype(np.int32)
+    model = fz.Model(lambda key: ({"w": jax.random.normal(key, ())}, {}), loss)
+    agree(model, {"at": at}, context=2)
 
 
 def test_labels_that_are_shifted_in_a_forward_are_those_of_pytorch():
