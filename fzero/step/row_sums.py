@@ -53,12 +53,14 @@ class Kind(IntEnum):
     PAIRS = 5  # of each row with each other
 
 
-# What of sums over rows is a sum over rows; so is a product or a quotient with what is free.
+# What of sums over rows is a sum over rows; so is a product or a quotient with what is free, and
+# what is chosen by whether a sum is finite: of finite ones it is always the same.
 _LINEAR = frozenset(
     """
     add add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice
-    expand_dims gather imag mul name neg optimization_barrier pad real reduce_precision reduce_sum
-    reshape rev select_n sharding_constraint slice squeeze stack stop_gradient sub transpose
+    expand_dims gather imag is_finite mul name neg optimization_barrier pad real reduce_precision
+    reduce_sum reshape rev select_n sharding_constraint slice squeeze stack stop_gradient sub
+    transpose
     """.split()  # noqa: SIM905
 )
 _SUMS = frozenset(("reduce_sum", "dot_general"))

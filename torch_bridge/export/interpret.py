@@ -13,6 +13,7 @@ from torch.export.graph_signature import OutputKind
 
 from fzero.errors import ConversionError
 from torch_bridge.export.graph.mixtures import with_mixtures
+from torch_bridge.export.graph.products import rounded_products
 from torch_bridge.export.graph.ranges import Ranges
 from torch_bridge.export.graph.steps import is_before_a_step
 from torch_bridge.export.origins import module_path, source_line
@@ -24,7 +25,7 @@ from torch_bridge.lower.arithmetic import div_before_a_step
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, ComputedMask, Folded, computed_masks
 from torch_bridge.lower.refs import Ref, fill, refs, template_of
-from torch_bridge.lower.rounding import as_it_runs
+from torch_bridge.lower.rounding import as_it_runs, with_rounded_result
 from torch_bridge.lower.sizes import python_function
 
 
@@ -264,6 +265,7 @@ def _ops_of(
     """The calls of a graph, and how many of them draw random numbers."""
     live = live_nodes(graph, reads)
     last_use = _last_uses(live, reads)
+    rounded = rounded_products(graph)
     ops: list[Op] = []
     draws = 0
     for node in live:
@@ -278,7 +280,9 @@ def _ops_of(
                 node.name,
                 str(node.target),
                 _where(node),
-                _lowered(ranges, node, masks[node].mask if node in masks else None),
+                _lowered(
+                    ranges, node, masks[node].mask if node in masks else None, node in rounded
+                ),
                 args,
                 kwargs,
                 draw,
@@ -314,7 +318,7 @@ def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
 
 
 def _lowered(
-    ranges: Ranges, node: torch.fx.Node, mask: ComputedMask | None = None
+    ranges: Ranges, node: torch.fx.Node, mask: ComputedMask | None = None, rounded: bool = False
 ) -> Callable[..., Any]:
     """What computes a node in JAX."""
     fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
@@ -323,6 +327,8 @@ def _lowered(
     assert fn is not None, node.target
     if node in ranges.before_steps:
         fn = as_it_runs(fn)
+    if rounded:
+        fn = with_rounded_result(fn)
     args, kwargs = _arguments(node, mask)
     if _draws(node, args, kwargs):
         kwargs["key"] = "a key"

@@ -1,6 +1,8 @@
-"""Half precision as PyTorch's kernels have it: computed in float32, rounded once.
+"""Roundings as PyTorch's kernels have them.
 
-An operator that JAX writes as several operations would round after each.
+Half precision is computed in float32 and rounded once: an operator that JAX writes as several
+operations would round after each. A product that is `rounded` is so before it is added to
+something.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 
 from fzero.compat import traced_platform
 from torch_bridge.dtypes import accumulation_dtype, cast, is_array, is_float, result_dtype
+from torch_bridge.lower.features_last import Last
 from torch_bridge.lower.tangents import divide
 
 
@@ -118,6 +121,38 @@ def as_it_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     return computed
+
+
+@jax.custom_jvp
+def rounded(x: jax.Array) -> jax.Array:
+    """A float as it is, which a compiler has to round before it adds it to something.
+
+    XLA drops barriers, casts and a `reduce_precision` that change nothing before it contracts a
+    product and a sum. A choice of two values it keeps: these are equal, which it does not see.
+    """
+    return jnp.where(jnp.isfinite(x), x, x + x)
+
+
+rounded.defjvps(lambda dx, out, x: dx)
+
+
+@functools.lru_cache(maxsize=256)  # equal nodes have one function: equal blocks are found by it
+def with_rounded_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose floats are `rounded`."""
+
+    @functools.wraps(fn)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        return _rounded(fn(*args, **kwargs))
+
+    return computed
+
+
+def _rounded(out: Any) -> Any:
+    if isinstance(out, Last):
+        return Last(rounded(out.held))
+    if isinstance(out, tuple):
+        return tuple(map(_rounded, out))
+    return rounded(out) if is_float(out) else out
 
 
 def sum_dtype(x: Any) -> np.dtype[Any]:

@@ -3,6 +3,6 @@
 - Rewritten: `in_place` writes, `no_grad` regions, `slices`, another `default_dtype`, `mixtures` of
   experts as one op each, `places` that a tensor says.
 - Read: what writes into which `memory`; which whole numbers fit JAX's (`ranges`, by
-  `range_rules`), where `float64` is needed, and which quotients are made whole numbers of
-  (`steps`).
+  `range_rules`), where `float64` is needed, which quotients are made whole numbers of
+  (`steps`), and which `products` are rounded before they are added to something.
 """

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 _MOST = 4096
 _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
 # Of these a value goes on, or what is made of it steadily; they are followed.
-_STEADY = frozenset(
+STEADY = frozenset(
     """
     abs add alias broadcast_to clamp clone contiguous copy detach div expand index_select lift_fresh
     lift_fresh_copy maximum minimum mul neg permute repeat reshape rsub select slice squeeze stack
@@ -31,7 +31,7 @@ _CURVES = frozenset(
 )
 # Of what else constants are made that are computed before.
 _OF_VALUES = (
-    _STEADY
+    STEADY
     | _CURVES
     | {
         "_to_copy",
@@ -54,7 +54,7 @@ _CASTS = frozenset(("_to_copy", "to"))
 
 def is_before_a_step(node: torch.fx.Node) -> bool:
     """Whether a node is a quotient of floats that something with steps is made of."""
-    return str(node.target) in _QUOTIENTS and _is_before_a_step(node)
+    return str(node.target) in _QUOTIENTS and leads_to_a_step(node)
 
 
 def constants_before_a_step(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
@@ -72,7 +72,7 @@ def constants_before_a_step(program: torch.export.ExportedProgram) -> set[torch.
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and _is_small(value):
                 known.add(node)
-                if _is_before_a_step(node):
+                if leads_to_a_step(node):
                     found.add(node)
     return found
 
@@ -82,7 +82,8 @@ def _is_small(value: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in sizes) and math.prod(sizes) <= _MOST
 
 
-def _is_before_a_step(node: torch.fx.Node) -> bool:
+def leads_to_a_step(node: torch.fx.Node) -> bool:
+    """Whether something with steps is made of a float, steadily up to there."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
@@ -92,7 +93,7 @@ def _is_before_a_step(node: torch.fx.Node) -> bool:
             name = _name(user)
             if name in _STEPS or (name in _CASTS and not user.meta["val"].is_floating_point()):
                 return True
-            if user not in seen and (name in _STEADY or name in _CURVES or name in _CASTS):
+            if user not in seen and (name in STEADY or name in _CURVES or name in _CASTS):
                 seen.add(user)
                 todo.append(user)
     return False
