@@ -58,11 +58,11 @@ def cells(z: torch.Tensor) -> torch.Tensor:
 # What jumps where a product is rounded in one place and not in another.
 JUMPS: dict[str, Form] = {
     "the largest": lambda y: (less_max(y * 0.3) == 0).float(),
-    "written twice": lambda y: ((y * 0.3) - (y * 0.3).amax(-1, keepdim=True) == 0).float(),
+    "written twice": lambda y: (y * 0.3) - (y * 0.3).amax(-1, keepdim=True),
     "sorted": lambda y: (lambda z: (z - z.sort(-1).values[..., -1:] == 0).float())(-(y * 0.3)),
     "a gate": lambda y: (lambda z: torch.relu(z - z.topk(3).values[..., -1:]).sign())(y * 0.3),
     "cells": lambda y: cells(y * 1.3),
-    "twins": lambda y: (y * W - y.abs() * (W * y.sign()) == 0).float(),
+    "twins": lambda y: y * W - y.abs() * (W * y.sign()),
     "a sum before a step": lambda y: ((y * 1e3).round() * 0.3 + 0.1).floor(),
 }
 
