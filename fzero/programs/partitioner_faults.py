@@ -174,8 +174,11 @@ def _to_hold(
     """
     name, given = equation.primitive.name, equation.params
     if name == "gather" and picks:
-        dims = given["dimension_numbers"].start_index_map
-        return ((), ()) if _is_table(equation, dims, equation.outvars[0]) else ([dims], ())
+        numbers, (out,) = given["dimension_numbers"], equation.outvars
+        kept = out.aval.ndim if equation.invars[0].aval.ndim == 2 else 0  # positions of tokens
+        places = [d for d in range(kept, out.aval.ndim) if d not in numbers.offset_dims]
+        dims = numbers.start_index_map
+        return ((), ()) if _is_table(equation, dims, out) else ([dims], places)
     if name == "conv_general_dilated":
         value, kernel, out = given["dimension_numbers"]
         grouped = max(given["feature_group_count"], given["batch_group_count"]) > 1

@@ -171,6 +171,7 @@ def test_steps_through_divided_positions_may_be_read_whole(name):
 INDEXED = {
     "picked": lambda x, at: x[jnp.arange(len(x))[:, None], at],
     "sorted": lambda x, at: jnp.sort(x, axis=1),
+    "exponential": lambda x, at: jax.scipy.linalg.expm(x / 3, max_squarings=2),
     "taken": lambda x, at: x[:, :, EVERY[::-1]],
     "set": lambda x, at: (2 * x).at[:, ::2].set(x[:, 1::2]),
     "added": lambda x, at: (2 * x).at[:, jnp.asarray([1, 1, 6])].add(x[:, 3:6]),
