@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fzero.compat import scan_operands
 from fzero.programs.jaxprs import Op, Program, Var
 
 
@@ -61,13 +62,11 @@ def _handed_on(equation: Any, place: int) -> int | None:
     """Which operand a loop's result is, where every turn gives it as it came."""
     if equation.primitive.name != "scan":
         return None
-    body, params = equation.params["jaxpr"], equation.params
+    body = equation.params["jaxpr"]
     inner = _origins(body.jaxpr, body.consts)[place]
-    num_consts, num_carried = params["num_consts"], params["num_carry"]
     if inner is None:
         return None
+    _, carried, cut = scan_operands(equation, range(len(equation.invars)))
     # What is carried is the same if it is its own; what is stacked, if it was divided.
-    alike = (
-        inner == num_consts + place if place < num_carried else inner >= num_consts + num_carried
-    )
+    alike = inner == carried[place] if place < len(carried) else inner in cut
     return inner if alike else None
