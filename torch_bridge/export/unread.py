@@ -59,7 +59,7 @@ def _no_records() -> Iterator[None]:
 @contextlib.contextmanager
 def _short_stacks() -> Iterator[None]:
     """The stack of a node, of which PyTorch keeps what begins with a forward."""
-    whole = vars(proxy).get("CapturedTraceback")
+    whole: Any = vars(proxy).get("CapturedTraceback")
     if whole is None:
         yield
         return
