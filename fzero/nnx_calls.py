@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,11 +83,20 @@ class Contents:
             f"{_named(path)}: {was.get(path, 'nothing')}, then {now.get(path, 'nothing')}"
             for path in told
             if not any(path[:end] in whole for end in range(1, len(path)))
+        ] + [
+            f"{_named(path)}: its own, then that of {_named(was)}"
+            for path, was in self._moved(after).items()
         ]
 
     def _both(self, after: Contents, path: Path) -> tuple[Any, Any]:
         """What stands at a path at both times: of a leaf, that there is one."""
         return self.attributes.get(path), after.attributes.get(path)
+
+    def _moved(self, after: Contents) -> dict[Path, Path]:
+        """Where leaves have changed places: by path, where its later leaf was before."""
+        before = {id(leaf): path for path, leaf in self.leaves.items()}
+        now = {path: before.get(id(leaf), path) for path, leaf in after.leaves.items()}
+        return {path: was for path, was in now.items() if was != path and was in now}
 
     def _shown(self) -> dict[Path, str]:
         """All that there is, in words."""
@@ -239,8 +249,25 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if hasattr(leaf, "get_raw_value") else leaf
 
 
+@dataclass(frozen=True)
+class _Object:
+    """What an object of Python holds at one time."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__} with {self.attributes}"
+
+
 def _held(value: Any) -> Any:
     """A value as it is now: what is put into a container later is not in its copy."""
+    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
+        return _Object(type(value), {name: _copied_container(x) for name, x in vars(value).items()})
+    return _copied_container(value)
+
+
+def _copied_container(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 

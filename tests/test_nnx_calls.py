@@ -1,5 +1,7 @@
 """What an nnx module's forward writes: kept, or refused by name, never lost."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,37 @@ class CountsInAList(Block):
     def __call__(self, x):
         self.seen.append(1)
         return super().__call__(x) / len(self.seen)
+
+
+class CountsInAnObject(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.own = types.SimpleNamespace(calls=0)
+
+    def __call__(self, x):
+        self.own.calls += 1
+        return super().__call__(x) / self.own.calls
+
+
+class Swaps(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.other = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = super().__call__(x)
+        self.dense, self.other = self.other, self.dense
+        return x
+
+
+class SwapsBuffers(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.a, self.b = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.ones(()))
+
+    def __call__(self, x):
+        self.a, self.b = self.b, self.a
+        return super().__call__(x) * self.a[...]
 
 
 class Grows(Block):
@@ -174,6 +207,9 @@ def test_a_write_of_a_parameter_is_refused(make, where):
     ("make", "what"),
     [
         (Counts, "calls: 0, then 1,"), (CountsInAList, r"seen: \[\], then \[1\]"),
+        (CountsInAnObject, "own: SimpleNamespace with {'calls': 0}, then"),
+        (Swaps, "dense/bias: its own, then that of other/bias,"),
+        (SwapsBuffers, "a: its own, then that of b,"),
         (Grows, "more: nothing, then Linear,"), (KeepsATable, "table: nothing, then Variable,"),
     ],
 )  # fmt: skip
