@@ -318,18 +318,33 @@ class Holding(nn.Module):
 WAYS = ["self", "part", "method", "partial", "default", "wrapped", "hook", "forward"]
 
 
+class HoldingBeside(nn.Module):
+    """One of each way, on the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList([Holding(way) for way in WAYS])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([module(x) for module in self.each], 1)
+
+
 @pytest.mark.parametrize(
-    ("way", "loss"), [*((way, False) for way in WAYS), ("method", True), ("hook", True)]
-)
+    ("way", "loss"),
+    [("self", False), ("hook", False), ("forward", False), ("all", False), ("method", True),
+     ("hook", True)],
+)  # fmt: skip
 def test_a_function_that_holds_the_module_is_one_of_the_copy(way: str, loss: bool) -> None:
     """Traced later, its mode and its numbers are those of the conversion."""
-    module, criterion = Holding(way), nn.MSELoss()
+    module = HoldingBeside() if way == "all" else Holding(way)
+    criterion = nn.MSELoss()
     converted = tb.convert(*((tb.with_loss(module, criterion), X, X) if loss else (module, X)))
     wants = {}
     for train, rows in itertools.product((True, False), (6, 1)):
         out = module.train(train)(X[:rows]).detach()
         wants[train, rows] = criterion(out, X[:rows]) if loss else out
-    module.factor, module.linear = 100.0, nn.Linear(WIDTH, 7)
+    for holding in [one for one in module.modules() if isinstance(one, Holding)]:
+        holding.factor, holding.linear = 100.0, nn.Linear(WIDTH, 7)
     for (train, rows), want in wants.items():
         module.train(not train)
         given = [X[:rows].numpy()] * (2 if loss else 1)
