@@ -213,3 +213,19 @@ def test_a_mean_over_rows_that_is_rounded_is_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tb.fit(module, [(X, X)], optimizer=optimizer, plan=fz.Plan(zero=1))
+
+
+def test_scores_that_are_scaled_before_they_are_masked_cost_nothing() -> None:
+    """A choice for each score made a forward of eager attention a third slower."""
+
+    def scaled(q: torch.Tensor) -> torch.Tensor:
+        return ((q @ q.mT).transpose(1, 2) * 0.3).softmax(-1)
+
+    def masked(q: torch.Tensor) -> torch.Tensor:
+        return ((q @ q.mT).masked_fill(q[..., :1] > 0, -3e38) * 0.3).softmax(-1)
+
+    x = torch.randn(2, 4, 3)
+    for fn, rounds in ((scaled, False), (masked, True)):
+        converted = tb.convert(Of(fn), x, train=False)
+        program = jax.make_jaxpr(lambda x, run=converted: run.apply(run.params, {}, x).output)
+        assert ("is_finite" in str(program(x.numpy()))) == rounds
