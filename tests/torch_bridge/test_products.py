@@ -63,6 +63,13 @@ JUMPS: dict[str, Form] = {
     "a gate": lambda y: (lambda z: torch.relu(z - z.topk(3).values[..., -1:]).sign())(y * 0.3),
     "cells": lambda y: cells(y * 1.3),
     "twins": lambda y: y * W - y.abs() * (W * y.sign()),
+    "shuffled": lambda y: less_max(F.pixel_shuffle((y * 0.3).view(-1, 4, 4, 2), 2)),
+    "repeated": lambda y: less_max((y * 0.3).repeat_interleave(2, 1)),
+    "other steps": lambda y: (
+        lambda d: torch.stack(
+            [d.sgn(), d.relu().sign(), d.logical_not().float(), d.heaviside(W[0])]
+        )
+    )(((y * 1e3).round() * 0.3 + 0.1) - ((X * 1e3).round() * 0.3 + 0.1)),
     "a sum before a step": lambda y: ((y * 1e3).round() * 0.3 + 0.1).floor(),
 }
 

@@ -24,7 +24,7 @@ _PRODUCTS = frozenset(
     _fused_rms_norm adaptive_avg_pool1d avg_pool1d avg_pool2d avg_pool3d deg2rad div dropout einsum
     gelu glu group_norm hardsigmoid hardswish kron layer_norm log10 log2 mean mish mul
     native_dropout native_group_norm native_layer_norm outer pow rad2deg rms_norm silu softmax
-    _softmax square
+    _softmax square _weight_norm
     """.split()  # noqa: SIM905
 )
 # Of these only without a bias, which has this place among the arguments.
@@ -37,9 +37,10 @@ _CONTRACTIONS = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())  
 _VIEWS = frozenset(
     """
     alias broadcast_to clone contiguous copy detach diagonal expand flatten flip index
-    index_select lift_fresh lift_fresh_copy movedim narrow neg permute repeat reshape roll select
-    slice split split_with_sizes squeeze stack swapaxes t _to_copy to transpose type_as unbind
-    unflatten unsqueeze _unsafe_view view view_as
+    index_select lift_fresh lift_fresh_copy movedim narrow neg permute pixel_shuffle pixel_unshuffle
+    repeat repeat_interleave reshape roll select slice split split_with_sizes squeeze stack swapaxes
+    t _to_copy to transpose type_as unbind unflatten unsqueeze _unsafe_view upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d view view_as
     """.split()  # noqa: SIM905
 )
 # Of these the value is the very one, so that what is made of it is equal, too.

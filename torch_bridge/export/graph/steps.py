@@ -18,8 +18,8 @@ _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
 STEADY = frozenset(
     """
     abs add alias broadcast_to clamp clone contiguous copy detach div expand index_select lift_fresh
-    lift_fresh_copy maximum minimum mul neg permute repeat reshape rsub select slice squeeze stack
-    sub t transpose unsqueeze unsqueeze_ view _unsafe_view
+    lift_fresh_copy maximum minimum mul neg permute relu repeat reshape rsub select slice squeeze
+    stack sub t transpose unsqueeze unsqueeze_ view _unsafe_view
     """.split()  # noqa: SIM905
 )
 # Functions that are no sums and products; they are followed, too.
@@ -45,8 +45,8 @@ _OF_VALUES = (
 )
 _STEPS = frozenset(
     """
-    bucketize ceil eq floor floor_divide fmod frac ge gt le lt ne remainder round searchsorted sign
-    trunc
+    any bucketize ceil count_nonzero eq floor floor_divide fmod frac ge gt heaviside histc le
+    logical_and logical_not logical_or logical_xor lt ne remainder round searchsorted sgn sign trunc
     """.split()  # noqa: SIM905
 )
 _CASTS = frozenset(("_to_copy", "to"))
