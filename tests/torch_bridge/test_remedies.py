@@ -173,6 +173,24 @@ def returned_at_last(x: torch.Tensor) -> torch.Tensor:
         return x  # noqa: B012
 
 
+def as_a_number(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * float(x.sum())
+    return x
+
+
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * float(x.sum().numpy())
+    return x
+
+
+def of_an_item(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * 2 if x.sum().item() > 0 else x * 3
+    return x
+
+
 ASKS = [on_one_line, of_a_list, of_a_number, of_a_choice, kept_by_name, suppressed]
 
 
@@ -182,7 +200,7 @@ def test_what_else_asks_a_tensor_is_a_branch(asks: nn.Module) -> None:
         tb.convert(asks, X)
 
 
-@pytest.mark.parametrize("asks", [swallowed, returned_at_last])
+@pytest.mark.parametrize("asks", [swallowed, returned_at_last, as_a_number, by_numpy, of_an_item])
 def test_a_branch_whose_refusal_the_forward_swallows_is_refused(asks: Any) -> None:
     with pytest.raises(ConversionError, match=rf"depends on values: .*{asks.__name__} \(`.*x\.sum"):
         tb.convert(Applies(asks), X)

@@ -14,7 +14,7 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,9 @@ def truth_of(x: torch.Tensor) -> bool:
         return bool(torch.Tensor.__bool__(x))
     except (GuardOnDataDependentSymNode, DataDependentOutputException):
         frame = _asking()
-        found, code, line = _answer(frame), frame.f_code, frame.f_lineno
-        where = f"{code.co_filename}:{line}: {code.co_qualname}"
-        said = f"`{linecache.getline(code.co_filename, line).strip()}`"
+        found, (where, said) = _answer(frame), _line_of(frame)
         if found is None or any(caught(_source(f), f.f_lineno) for f in _callers(frame)):
-            asked = _ASKED.get()
-            if asked is not None and not _of_torch(frame):
-                asked.append(f"{where} ({said})")
+            _note(frame)
             raise
         warn(
             f"{where} raises where values are not as it expects them ({said}): a compiled program"
@@ -70,11 +66,52 @@ def truth_of(x: torch.Tensor) -> bool:
         return found
 
 
+def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`float(x)` and its like; of what has no value while it is traced it is noted where."""
+
+    def number_of(x: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(x, *args, **kwargs)
+        except (RuntimeError, DataDependentOutputException) as error:
+            known = isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException)
+            if known or "tensor subclasses" in str(error):  # as `numpy()` says of a traced one
+                _note(_asking())
+            raise
+
+    return number_of
+
+
+# What asks a tensor for a number, or for numbers.
+NUMBERS = {
+    own: _noting(own)
+    for own in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
+                torch.Tensor.__complex__, torch.Tensor.numpy)
+}  # fmt: skip
+# What asks a number that a tensor gave (`x.item() > 0`).
+TRUTH_OF_NUMBERS = (torch.SymBool, "__bool__", _noting(torch.SymBool.__bool__))
+
+
+def _note(frame: types.FrameType) -> None:
+    """Notes that a frame asks to no avail, unless it is PyTorch's own."""
+    asked = _ASKED.get()
+    if asked is not None and not _of_torch(frame):
+        asked.append("{} ({})".format(*_line_of(frame)))
+
+
+def _line_of(frame: types.FrameType) -> tuple[str, str]:
+    """Where a frame is, and its line."""
+    code, line = frame.f_code, frame.f_lineno
+    said = f"`{linecache.getline(code.co_filename, line).strip()}`"
+    return f"{code.co_filename}:{line}: {code.co_qualname}", said
+
+
 def _asking() -> types.FrameType:
     """Where a tensor is asked: PyTorch's own modes, and this module, lie between."""
-    frame = sys._getframe(1)
-    between = ("__torch_function__", truth_of.__name__)
-    while frame.f_back is not None and frame.f_code.co_name in between:
+    frame, here = sys._getframe(1), __name__.rpartition(".")[0]
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_globals.get("__name__", "").startswith(here)
+    ):
         frame = frame.f_back
     return frame
 

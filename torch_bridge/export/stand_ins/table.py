@@ -25,7 +25,11 @@ from torch_bridge.export.stand_ins.adapters import adapter_stand_ins
 from torch_bridge.export.stand_ins.arrays import OF_ARRAYS
 from torch_bridge.export.stand_ins.assigned import ASSIGNMENTS, assignments_written
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
-from torch_bridge.export.stand_ins.checks_of_values import truth_of
+from torch_bridge.export.stand_ins.checks_of_values import (
+    NUMBERS,
+    TRUTH_OF_NUMBERS,
+    truth_of,
+)
 from torch_bridge.export.stand_ins.distributions import unchecked_distributions
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
@@ -51,6 +55,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: record_grad,
     torch.Tensor.random_: drawn_whole,
     torch.Tensor.__bool__: truth_of,
+    **NUMBERS,
     **LITERALS,
     **STRIDES,
 }
@@ -115,6 +120,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         *ASSIGNMENTS,
         *RANDOM_NUMBERS,
         OF_SIZES,
+        TRUTH_OF_NUMBERS,
         *OF_ARRAYS,
         *inference_as_no_grad(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
