@@ -191,6 +191,34 @@ def of_an_item(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def as_an_array(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * np.asarray(x.sum().detach()).item()
+    return x
+
+
+def as_a_text(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * len(f"{x.sum():.3f}")
+    return x
+
+
+def by_places(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * len((x > x.sum()).nonzero())
+    return x
+
+
+def by_counting(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(Exception):
+        x = x * sum(range((x > x.sum()).nonzero().shape[0]))
+    return x
+
+
+SWALLOW = [
+    swallowed, returned_at_last, as_a_number, by_numpy, of_an_item, as_an_array, as_a_text,
+    by_places, by_counting,
+]  # fmt: skip
 ASKS = [on_one_line, of_a_list, of_a_number, of_a_choice, kept_by_name, suppressed]
 
 
@@ -200,7 +228,7 @@ def test_what_else_asks_a_tensor_is_a_branch(asks: nn.Module) -> None:
         tb.convert(asks, X)
 
 
-@pytest.mark.parametrize("asks", [swallowed, returned_at_last, as_a_number, by_numpy, of_an_item])
+@pytest.mark.parametrize("asks", SWALLOW)
 def test_a_branch_whose_refusal_the_forward_swallows_is_refused(asks: Any) -> None:
     with pytest.raises(ConversionError, match=rf"depends on values: .*{asks.__name__} \(`.*x\.sum"):
         tb.convert(Applies(asks), X)

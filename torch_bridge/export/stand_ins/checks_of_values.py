@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fzero.compat import set_within
@@ -66,29 +69,43 @@ def truth_of(x: torch.Tensor) -> bool:
         return found
 
 
-def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`float(x)` and its like; of what has no value while it is traced it is noted where."""
+def note_of_a_trace(error: Exception) -> None:
+    """Notes where a forward is told what only a trace says: that a tensor has no values."""
+    known = isinstance(error, _OF_TRACES)
+    if known or any(said in str(error) for said in _SAID_OF_TRACES):
+        _note(_asking())
 
-    def number_of(x: Any, *args: Any, **kwargs: Any) -> Any:
+
+_OF_TRACES = (
+    GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
+)  # fmt: skip
+# `x.numpy()`, `np.asarray(x)`, `f"{x:.2f}"`, `torch.from_dlpack(x)`, `x.untyped_storage()`
+_SAID_OF_TRACES = ("tensor subclasses", "FakeTensor", "FunctionalTensor", "'meta' device")
+
+
+def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A question to a number that a tensor gave."""
+
+    def asked(x: Any, *args: Any) -> Any:
         try:
-            return own(x, *args, **kwargs)
-        except (RuntimeError, DataDependentOutputException) as error:
-            known = isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException)
-            if known or "tensor subclasses" in str(error):  # as `numpy()` says of a traced one
-                _note(_asking())
+            return own(x, *args)
+        except Exception as error:
+            note_of_a_trace(error)
             raise
 
-    return number_of
+    return asked
 
 
-# What asks a tensor for a number, or for numbers.
-NUMBERS = {
-    own: _noting(own)
-    for own in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
-                torch.Tensor.__complex__, torch.Tensor.numpy)
-}  # fmt: skip
-# What asks a number that a tensor gave (`x.item() > 0`).
-TRUTH_OF_NUMBERS = (torch.SymBool, "__bool__", _noting(torch.SymBool.__bool__))
+# What asks a number of a tensor, or of its sizes (`x.item() > 0`, `range(x.nonzero().shape[0])`).
+NUMBERS = tuple(
+    (kind, name, _noting(vars(kind)[name]))
+    for kind, names in (
+        (torch.SymBool, ("__bool__",)),
+        (torch.SymInt, ("__bool__", "__int__", "__index__")),
+        (torch.SymFloat, ("__bool__", "__int__", "__float__")),
+    )
+    for name in names
+)
 
 
 def _note(frame: types.FrameType) -> None:
@@ -106,13 +123,17 @@ def _line_of(frame: types.FrameType) -> tuple[str, str]:
 
 
 def _asking() -> types.FrameType:
-    """Where a tensor is asked: PyTorch's own modes, and this module, lie between."""
+    """Where a tensor is asked: PyTorch's own modes, and this module, lie between, and where Python
+    code of PyTorch's asks the modes, this code."""
     frame, here = sys._getframe(1), __name__.rpartition(".")[0]
-    while frame.f_back is not None and (
-        frame.f_code.co_name == "__torch_function__"
-        or frame.f_globals.get("__name__", "").startswith(here)
-    ):
+    while frame.f_back is not None:
+        of_python = frame.f_code.co_name == "handle_torch_function"
+        named = of_python or frame.f_code.co_name == "__torch_function__"
+        if not named and not frame.f_globals.get("__name__", "").startswith(here):
+            break
         frame = frame.f_back
+        if of_python and frame.f_back is not None:
+            frame = frame.f_back
     return frame
 
 

@@ -27,7 +27,7 @@ from torch_bridge.export.stand_ins.assigned import ASSIGNMENTS, assignments_writ
 from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.checks_of_values import (
     NUMBERS,
-    TRUTH_OF_NUMBERS,
+    note_of_a_trace,
     truth_of,
 )
 from torch_bridge.export.stand_ins.distributions import unchecked_distributions
@@ -55,7 +55,6 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: record_grad,
     torch.Tensor.random_: drawn_whole,
     torch.Tensor.__bool__: truth_of,
-    **NUMBERS,
     **LITERALS,
     **STRIDES,
 }
@@ -82,7 +81,11 @@ class _Mode(TorchFunctionMode):
             self.packed.require_unread(func, (args, kwargs))
         args, kwargs = self.rows.as_they_are((args, kwargs or {}))
         refuse_own_generator(kwargs)
-        out = self.table.get(func, func)(*args, **kwargs)
+        try:
+            out = self.table.get(func, func)(*args, **kwargs)
+        except Exception as error:
+            note_of_a_trace(error)
+            raise
         if isinstance(func, torch._ops.HigherOrderOperator) and not torch.is_grad_enabled():
             # torch.export forgets a no_grad region around what has graphs of its own.
             detach = torch.Tensor.detach
@@ -120,7 +123,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         *ASSIGNMENTS,
         *RANDOM_NUMBERS,
         OF_SIZES,
-        TRUTH_OF_NUMBERS,
+        *NUMBERS,
         *OF_ARRAYS,
         *inference_as_no_grad(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
