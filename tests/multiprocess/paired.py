@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, product, starmap
 from typing import Any, NamedTuple
 
 from support import tiny
@@ -59,16 +59,16 @@ PLACES = {
 
 def paired() -> dict[str, Paired]:
     """By their names; of those that show the most new pairs, one whose choices were rare so far."""
-    every = [Paired(*one) for one in product(*CHOICES)]
-    missing = {pair for one in every for pair in _pairs(one)}
+    pairs = {one: _pairs(one) for one in starmap(Paired, product(*CHOICES))}
+    missing = set().union(*pairs.values())
     found: list[Paired] = []
     while missing:
         often = Counter(choice for one in found for choice in enumerate(one))
-        new = {one: len(missing & _pairs(one)) for one in every}
+        new = {one: len(missing & shown) for one, shown in pairs.items()}
         most = max(new.values())
-        best = [one for one in every if new[one] == most]
+        best = [one for one in pairs if new[one] == most]
         found.append(min(best, key=lambda one: sum(often[choice] for choice in enumerate(one))))
-        missing -= _pairs(found[-1])
+        missing -= pairs[found[-1]]
     return {str(one): one for one in found}
 
 

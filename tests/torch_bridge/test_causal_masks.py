@@ -13,6 +13,8 @@ import transformers as hf
 import torch_bridge as tb
 
 
+pytestmark = pytest.mark.traced_once
+
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,

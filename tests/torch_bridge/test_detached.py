@@ -14,6 +14,8 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
+pytestmark = pytest.mark.traced_once
+
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 

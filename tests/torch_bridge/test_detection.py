@@ -19,6 +19,8 @@ from fzero.errors import ConversionError
 from torch_bridge.lower import detection
 
 
+pytestmark = pytest.mark.traced_once
+
 NAMES = {
     "roi_align": "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt"
     " pooled_width, int sampling_ratio, bool aligned",

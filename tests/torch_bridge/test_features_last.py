@@ -22,6 +22,8 @@ from torch_bridge.lower import features_last
 from torch_bridge.lower.norm import layer_norm
 
 
+pytestmark = pytest.mark.traced_once
+
 FEATURES = 6
 Op = Callable[[Any, torch.Tensor], torch.Tensor]
 

@@ -13,6 +13,9 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
+pytestmark = pytest.mark.traced_once
+
+
 class Fn(torch.nn.Module):
     def __init__(self, fn: Any) -> None:
         super().__init__()

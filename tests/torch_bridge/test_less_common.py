@@ -22,6 +22,9 @@ from fzero.errors import ConversionError
 from tests.support.sample import some
 
 
+pytestmark = pytest.mark.traced_once
+
+
 class Fn(nn.Module):
     def __init__(self, fn: Any) -> None:
         super().__init__()

@@ -23,6 +23,8 @@ from torch_bridge.lower.features_last import call, in_order
 from torch_bridge.lower.registry import find_lowering
 
 
+pytestmark = pytest.mark.traced_once
+
 # The results that are compared; others are scratch space, vectors of which any sign is right, or
 # say which of several equal values it was.
 COMPARED = {

@@ -29,6 +29,8 @@ from torch_bridge.lower.kernels import fused_attention
 from torch_bridge.lower.masks import ATTENTION, MASK, ComputedMask, Pattern, pattern_of
 
 
+pytestmark = pytest.mark.traced_once
+
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
 WINDOW = CAUSAL & ~CAUSAL.roll(3, 0).tril(-3)
 LOW = torch.finfo(torch.float32).min

@@ -16,6 +16,8 @@ from torch import nn
 import torch_bridge as tb
 
 
+pytestmark = pytest.mark.traced_once
+
 IMAGES = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 + 1
 
 

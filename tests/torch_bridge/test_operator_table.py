@@ -34,6 +34,8 @@ import operators  # noqa: E402
 import special_entries  # noqa: E402
 
 
+pytestmark = pytest.mark.traced_once
+
 TABLE = ROOT / "benchmarks" / "results" / "operators.json"
 X = torch.linspace(-2, 3, 8).reshape(2, 4)
 LIBRARY = torch.library.Library("of_threads", "FRAGMENT")
@@ -266,7 +268,7 @@ def test_parity_and_the_table_of_operators_read_one_list(monkeypatch: pytest.Mon
 def test_threads_may_register_and_convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread adds operators and converts modules of them, while the list is read."""
     monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
-    count, each, overloads = 4, 3, 2000
+    count, each, overloads = 4, 1, 2000
     begin, done = threading.Barrier(count + 1), threading.Event()
 
     def work(thread: int) -> list[float]:

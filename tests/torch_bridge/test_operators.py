@@ -17,6 +17,9 @@ from torch import nn
 import torch_bridge as tb
 
 
+pytestmark = pytest.mark.traced_once
+
+
 class Fn(nn.Module):
     """A module out of a function, with one parameter so that there is always a gradient."""
 

@@ -16,6 +16,8 @@ import torch_bridge as tb
 from fzero import ConversionError
 
 
+pytestmark = pytest.mark.traced_once
+
 IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([3, 6, 1])
 

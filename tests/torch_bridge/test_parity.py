@@ -319,18 +319,20 @@ def test_input_descriptions() -> None:
 
 def test_one_tensor_may_be_two_arguments() -> None:
     """As in `model(input_ids=ids, labels=ids)`."""
-    import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    module = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(0, 37, (2, 9))
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(37, 8), nn.Linear(8, 37)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+            scores = self.head(self.words(input_ids))
+            loss = nn.functional.cross_entropy(
+                scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            )
+            return loss, scores
+
+    module, ids = Labelled(), torch.randint(0, 37, (2, 9))
     same = {"input_ids": ids, "labels": ids}
     assert tb.parity(module, tb.convert(module, **same), same).agrees
 

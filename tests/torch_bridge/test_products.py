@@ -19,7 +19,8 @@ import torch_bridge as tb
 from torch_bridge.lower.rounding import rounded
 
 
-pytestmark = pytest.mark.as_users  # compiled as users do: the tests' own options contract less
+# Compiled as users do: the tests' own options contract less.
+pytestmark = [pytest.mark.as_users, pytest.mark.traced_once]
 
 Form = Callable[[torch.Tensor], Any]
 MIN = torch.finfo(torch.float32).min

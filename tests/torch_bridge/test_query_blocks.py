@@ -13,6 +13,8 @@ from torch_bridge.lower import query_blocks
 from torch_bridge.lower.attention import attention
 
 
+pytestmark = pytest.mark.traced_once
+
 ROWS = query_blocks.ROWS
 LENGTH, KEYS = ROWS + 40, 24  # one block, and one that is filled up
 P = 0.25

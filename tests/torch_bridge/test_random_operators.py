@@ -15,6 +15,8 @@ import torch_bridge as tb
 from torch_bridge.lower import recurrent
 
 
+pytestmark = pytest.mark.traced_once
+
 NUM = 4000
 ROWS = torch.tensor([[0.8, 0.2, 0.0], [0.0, 0.5, 0.5]])
 

@@ -20,6 +20,8 @@ from torch_bridge.dtypes import jax_dtype
 from torch_bridge.lower import find_lowering
 
 
+pytestmark = pytest.mark.traced_once
+
 _MAKE = torch.Generator().manual_seed(0)
 X, B, C = torch.randn(3, 4096, generator=_MAKE)
 POSITIVE = torch.rand(4096, generator=_MAKE) * 1.8 + 0.1

@@ -21,6 +21,8 @@ import torch_bridge as tb
 from torch_bridge.lower import find_lowering
 
 
+pytestmark = pytest.mark.traced_once
+
 INF, NAN = float("inf"), float("nan")
 NUMBERS = [0.0, -0.0, 1, -1, 2, -2, 3, -3, 6, -6, 0.5, -0.5, 20, 20.5, 1e-30, 1e30, INF, -INF]
 POINTS = torch.tensor([*NUMBERS, NAN])

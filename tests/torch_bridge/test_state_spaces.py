@@ -15,6 +15,8 @@ import torch_bridge as tb
 from torch_bridge.export.stand_ins.state_spaces import _selective_scan
 
 
+pytestmark = pytest.mark.traced_once
+
 SMALL = {"vocab_size": 11, "hidden_size": 8, "state_size": 3, "num_hidden_layers": 1,
          "time_step_rank": 2}  # fmt: skip
 

@@ -93,10 +93,10 @@ def test_its_statistics_are_those_of_all_devices(options, num, plan):
 
 
 def test_on_one_device_and_in_evaluation_it_is_a_batch_norm():
-    module = synchronized(Blocks(2))
+    module = synchronized(Blocks())
     x = torch.from_numpy(BATCH["x"])
     assert tb.parity(module, tb.convert(module, x), x).agrees
-    want = by_torch(Blocks(2))
+    want = by_torch(Blocks())
     got, _ = trained(module, fz.Plan(data=1))
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-4, atol=2e-6, err_msg=name)

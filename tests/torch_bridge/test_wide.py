@@ -19,6 +19,9 @@ from fzero.errors import ConversionError
 from torch_bridge.lower.reduce import argmax, argmin
 
 
+pytestmark = pytest.mark.traced_once
+
+
 class Fn(nn.Module):
     def __init__(self, fn: Any, **buffers: torch.Tensor) -> None:
         super().__init__()

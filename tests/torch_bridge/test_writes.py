@@ -17,6 +17,9 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
+pytestmark = pytest.mark.traced_once
+
+
 class Fn(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
