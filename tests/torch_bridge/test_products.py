@@ -65,6 +65,7 @@ JUMPS: dict[str, Form] = {
     "cells": lambda y: cells(y * 1.3),
     "twins": lambda y: y * W - y.abs() * (W * y.sign()),
     "shuffled": lambda y: less_max(F.pixel_shuffle((y * 0.3).view(-1, 4, 4, 2), 2)),
+    "in parts": lambda y: less_max((y * 0.3).mT.mT.chunk(2, -1)[0]),
     "repeated": lambda y: less_max((y * 0.3).repeat_interleave(2, 1)),
     "other steps": lambda y: (
         lambda d: torch.stack(
@@ -87,6 +88,9 @@ PRODUCTS: dict[str, Form] = {
     "layer_norm": lambda y: F.layer_norm(y, (8,), W),
     "group_norm": lambda y: F.group_norm(y, 2),
     "rms_norm": lambda y: F.rms_norm(y, (8,), W),
+    "batch_norm": lambda y: F.batch_norm(y, torch.zeros(8), torch.ones(8) * 0.3, W),
+    "var": lambda y: y.view(64, 2, 4).var(-1),
+    "adaptive_avg_pool": lambda y: F.adaptive_avg_pool2d(y[None], (64, 3))[0],
     "deg2rad": torch.deg2rad,
     "log2": lambda y: y.abs().log2(),
     "outer": lambda y: torch.outer(y[:, 0], W),

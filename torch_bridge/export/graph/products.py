@@ -7,40 +7,41 @@ maximum it is not 0, and of scores at the end of float32 the softmax is NaN.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from torch_bridge.export.graph.float64 import operator_name
-from torch_bridge.export.graph.steps import STEADY, is_before_a_step, leads_to_a_step
+from torch_bridge.export.graph.steps import STEADY, is_before_a_step, is_view, leads_to_a_step
 from torch_bridge.export.origins import source_line
 
 
 # What ends in a product, or in a quotient: XLA makes products of these.
 _PRODUCTS = frozenset(
     """
-    _fused_rms_norm adaptive_avg_pool1d avg_pool1d avg_pool2d avg_pool3d deg2rad div dropout einsum
-    gelu glu group_norm hardsigmoid hardswish kron layer_norm log10 log2 mean mish mul
-    native_dropout native_group_norm native_layer_norm outer pow rad2deg rms_norm silu softmax
-    _softmax square _weight_norm
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d
+    batch_norm deg2rad div dropout einsum _fused_rms_norm gelu glu group_norm hardsigmoid
+    hardswish instance_norm kron layer_norm log10 log2 mean mish mul native_dropout
+    native_group_norm native_layer_norm outer pow rad2deg rms_norm silu softmax _softmax square
+    var _weight_norm
     """.split()  # noqa: SIM905
 )
 # Of these only without a bias, which has this place among the arguments.
-_BIASES = {"group_norm": 3, "layer_norm": 3, "native_group_norm": 2, "native_layer_norm": 3}
+_BIASES = {
+    "batch_norm": 2, "group_norm": 3, "instance_norm": 2, "layer_norm": 3, "native_group_norm": 2,
+    "native_layer_norm": 3,
+}  # fmt: skip
 _DRAWN = frozenset(("dropout", "native_dropout"))
 # Products of a number, `alpha`, to which nothing need be added.
 _SCALED = frozenset("addbmm addmm addmv addr baddbmm".split())  # noqa: SIM905
 _CONTRACTIONS = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())  # noqa: SIM905
-# Through these a value stays as it is, but for its place, sign and dtype.
-_VIEWS = frozenset(
+# Through these and through views a value stays as it is, but for its place, sign and dtype.
+_MOVES = frozenset(
     """
-    alias broadcast_to clone contiguous copy detach diagonal expand flatten flip index
-    index_select lift_fresh lift_fresh_copy movedim narrow neg permute pixel_shuffle pixel_unshuffle
-    repeat repeat_interleave reshape roll select slice split split_with_sizes squeeze stack swapaxes
-    t _to_copy to transpose type_as unbind unflatten unsqueeze _unsafe_view upsample_nearest1d
-    upsample_nearest2d upsample_nearest3d view view_as
+    cat clone copy flip gather index index_select lift_fresh_copy neg pixel_shuffle pixel_unshuffle
+    repeat repeat_interleave roll stack tile _to_copy type_as _unsafe_view upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d
     """.split()  # noqa: SIM905
 )
 # Of these the value is the very one, so that what is made of it is equal, too.
@@ -123,11 +124,15 @@ def _is_of_contractions(node: torch.fx.Node) -> bool:
     """Whether a product is of what was contracted alone, as of scores that are scaled before they
     are masked. A softmax of these is the same but for the last bit, and a third faster on CPUs."""
     for of in node.all_input_nodes:
-        while of.op == "call_function" and operator_name(of) in _VIEWS:
+        while _moves(of):
             of = of.all_input_nodes[0]
         if of.op != "call_function" or operator_name(of) not in _CONTRACTIONS:
             return False
     return bool(node.all_input_nodes)
+
+
+def _moves(node: torch.fx.Node) -> bool:
+    return is_view(node) or (node.op == "call_function" and operator_name(node) in _MOVES)
 
 
 def _is_off(node: torch.fx.Node) -> bool:
@@ -141,7 +146,7 @@ def _reads(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     while todo:
         one = todo.pop()
         for user in one.users:
-            if user.target is operator.getitem or operator_name(user) in _VIEWS or _is_off(user):
+            if _moves(user) or _is_off(user):
                 todo.append(user)
             else:
                 found: list[torch.fx.Node] = []

@@ -6,6 +6,7 @@ Of quotients, and of functions that XLA rounds otherwise where it computes them 
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch.export.graph_signature import InputKind
@@ -93,10 +94,20 @@ def leads_to_a_step(node: torch.fx.Node) -> bool:
             name = _name(user)
             if name in _STEPS or (name in _CASTS and not user.meta["val"].is_floating_point()):
                 return True
-            if user not in seen and (name in STEADY or name in _CURVES or name in _CASTS):
+            goes_on = name in STEADY or name in _CURVES or name in _CASTS or is_view(user)
+            if user not in seen and goes_on:
                 seen.add(user)
                 todo.append(user)
     return False
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether an operator gives what it is given seen otherwise, or one of several such."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    seen = [given.alias_info for given in schema.returns] if schema is not None else []
+    return bool(seen) and all(one is not None and not one.is_write for one in seen)
 
 
 def _name(node: torch.fx.Node) -> str:
