@@ -190,6 +190,25 @@ def test_every_size_takes_its_own_path(by_size: tb.Converted, shape: tuple[int, 
         np.testing.assert_array_equal(out, BySize()(torch.from_numpy(x)).numpy())
 
 
+class BySizeAlone(nn.Module):
+    """What is made of a size alone, in Python's ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        waves = torch.fft.fftfreq(n, 0.3) + torch.fft.rfftfreq(2 * n - 1)
+        x = x * round(n / 7, 2) + (n ^ 5) + (n << 2) + waves
+        return x[:, : round(n * 0.5) + (n >> 1)]
+
+
+def test_numbers_of_a_size_are_pythons() -> None:
+    module = BySizeAlone()
+    converted = tb.convert(module, torch.zeros(2, 12), train=False)
+    for n in (12, 17, 5):
+        x = torch.arange(2.0 * n).reshape(2, n)
+        # A product and the sum after it are one operation for XLA.
+        np.testing.assert_allclose(converted(x.numpy()), module(x).numpy(), rtol=1e-6)
+
+
 class Normed(nn.Module):
     """No batch norm of one row; another bias instead."""
 

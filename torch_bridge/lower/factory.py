@@ -4,7 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,23 @@ def linspace(start: Any, end: Any, steps: int, dtype: Any = None, **_: Any) -> j
     if kind.kind in "iu":  # how its float32 steps are cut to whole numbers is torch's own
         return jnp.asarray(torch.linspace(start, end, steps, dtype=dtype).numpy().astype(kind))
     return jnp.linspace(start, end, steps, dtype=kind)
+
+
+@register_operator("aten.fft_fftfreq.default")
+def fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> jax.Array:
+    return _frequencies(torch.fft.fftfreq, n, d, dtype)
+
+
+@register_operator("aten.fft_rfftfreq.default")
+def rfftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> jax.Array:
+    return _frequencies(torch.fft.rfftfreq, n, d, dtype)
+
+
+def _frequencies(of: Callable[..., torch.Tensor], n: int, d: float, dtype: Any) -> jax.Array:
+    """Of known sizes, computed as torch rounds them."""
+    kind = jax_dtype(dtype)
+    wide = torch.float64 if kind == np.float64 else torch.float32
+    return jnp.asarray(of(n, d, dtype=wide).numpy().astype(kind))
 
 
 @register_operator("aten.full.default")
