@@ -56,6 +56,24 @@ def cells(z: torch.Tensor) -> torch.Tensor:
     return ((z - z.amin(-1, keepdim=True)) * 4).floor().long()
 
 
+def tenths(y: torch.Tensor) -> torch.Tensor:
+    return (y * 1e3).round() * 0.3
+
+
+def of_pairs(y: torch.Tensor) -> torch.Tensor:
+    return y[:, :, None] * 0.3 + y[:, None, :] * 0.3 - 99 * torch.eye(8)
+
+
+def places(sums: torch.Tensor) -> torch.Tensor:
+    ordered = sums.sort(stable=True, dim=-1).indices[..., 0]
+    return torch.stack([sums.argmax(-1), sums.max(-1).indices, ordered])
+
+
+def bits(sums: torch.Tensor) -> torch.Tensor:
+    among = torch.isin(sums, torch.arange(-2000, 2000) * 0.3 + 0.1)
+    return torch.stack([among.int(), sums.signbit().int(), sums.view(torch.int32)])
+
+
 # What jumps where a product is rounded in one place and not in another.
 JUMPS: dict[str, Form] = {
     "the largest": lambda y: (less_max(y * 0.3) == 0).float(),
@@ -72,6 +90,8 @@ JUMPS: dict[str, Form] = {
             [d.sgn(), d.relu().sign(), d.logical_not().float(), d.heaviside(W[0])]
         )
     )(((y * 1e3).round() * 0.3 + 0.1) - ((X * 1e3).round() * 0.3 + 0.1)),
+    "places": lambda y: places(of_pairs((y * 10).round()).flatten(1)),
+    "bits": lambda y: bits(tenths(y) + 0.1),
     "a sum before a step": lambda y: ((y * 1e3).round() * 0.3 + 0.1).floor(),
 }
 

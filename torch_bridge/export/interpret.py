@@ -325,10 +325,10 @@ def _lowered(
     if is_before_a_step(node):
         fn = div_before_a_step
     assert fn is not None, node.target
-    if node in ranges.before_steps:
-        fn = as_it_runs(fn)
     if rounded:
         fn = with_rounded_result(fn)
+    if node in ranges.before_steps:
+        fn = as_it_runs(fn)
     args, kwargs = _arguments(node, mask)
     if _draws(node, args, kwargs):
         kwargs["key"] = "a key"

@@ -18,9 +18,10 @@ _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
 # Of these a value goes on, or what is made of it steadily; they are followed.
 STEADY = frozenset(
     """
-    abs add alias broadcast_to clamp clone contiguous copy detach div expand index_select lift_fresh
-    lift_fresh_copy maximum minimum mul neg permute relu repeat reshape rsub select slice squeeze
-    stack sub t transpose unsqueeze unsqueeze_ view _unsafe_view
+    abs add alias amax amin broadcast_to cat clamp clone contiguous copy detach div
+    expand flip gather index_select lift_fresh lift_fresh_copy maximum minimum mul neg permute
+    relu repeat reshape roll rsub select slice sort squeeze stack sub t topk transpose
+    _unsafe_view unsqueeze unsqueeze_ view where
     """.split()  # noqa: SIM905
 )
 # Functions that are no sums and products; they are followed, too.
@@ -46,11 +47,14 @@ _OF_VALUES = (
 )
 _STEPS = frozenset(
     """
-    any bucketize ceil count_nonzero eq floor floor_divide fmod frac ge gt heaviside histc le
-    logical_and logical_not logical_or logical_xor lt ne remainder round searchsorted sgn sign trunc
+    any argmax argmin argsort bucketize ceil count_nonzero eq floor floor_divide fmod frac ge gt
+    heaviside histc isin le logical_and logical_not logical_or logical_xor lt ne remainder round
+    searchsorted sgn sign signbit trunc
     """.split()  # noqa: SIM905
 )
-_CASTS = frozenset(("_to_copy", "to"))
+# Of these the second result says where the values were.
+_PLACES = frozenset("cummax cummin kthvalue max median min mode sort topk".split())  # noqa: SIM905
+_CASTS = frozenset(("_to_copy", "to", "view"))
 
 
 def is_before_a_step(node: torch.fx.Node) -> bool:
@@ -75,6 +79,9 @@ def constants_before_a_step(program: torch.export.ExportedProgram) -> set[torch.
                 known.add(node)
                 if leads_to_a_step(node):
                     found.add(node)
+    for node in reversed(program.graph.nodes):  # whole numbers of which they are made, too
+        if node in known and node.op == "call_function" and not found.isdisjoint(node.users):
+            found.add(node)
     return found
 
 
@@ -92,13 +99,19 @@ def leads_to_a_step(node: torch.fx.Node) -> bool:
     while todo:
         for user in todo.pop().users:
             name = _name(user)
-            if name in _STEPS or (name in _CASTS and not user.meta["val"].is_floating_point()):
+            if name in _STEPS or (name in _PLACES and _tells_places(user)):
+                return True
+            if name in _CASTS and not user.meta["val"].is_floating_point():
                 return True
             goes_on = name in STEADY or name in _CURVES or name in _CASTS or is_view(user)
             if user not in seen and goes_on:
                 seen.add(user)
                 todo.append(user)
     return False
+
+
+def _tells_places(node: torch.fx.Node) -> bool:
+    return any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
 
 
 def is_view(node: torch.fx.Node) -> bool:
