@@ -66,7 +66,7 @@ def of_pairs(y: torch.Tensor) -> torch.Tensor:
 
 def places(sums: torch.Tensor) -> torch.Tensor:
     ordered = sums.sort(stable=True, dim=-1).indices[..., 0]
-    return torch.stack([sums.argmax(-1), sums.max(-1).indices, ordered])
+    return torch.stack([sums.max(-1).indices, ordered])
 
 
 def bits(sums: torch.Tensor) -> torch.Tensor:
@@ -90,6 +90,7 @@ JUMPS: dict[str, Form] = {
             [d.sgn(), d.relu().sign(), d.logical_not().float(), d.heaviside(W[0])]
         )
     )(((y * 1e3).round() * 0.3 + 0.1) - ((X * 1e3).round() * 0.3 + 0.1)),
+    "a place": lambda y: of_pairs((y * 10).round()).flatten(1).argmax(-1),
     "places": lambda y: places(of_pairs((y * 10).round()).flatten(1)),
     "bits": lambda y: bits(tenths(y) + 0.1),
     "a sum before a step": lambda y: ((y * 1e3).round() * 0.3 + 0.1).floor(),
