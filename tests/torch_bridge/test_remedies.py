@@ -64,6 +64,16 @@ def test_what_torch_says_of_a_trace_comes_with_a_remedy(function: Any, remedy: s
         tb.convert(Applies(function), X)
 
 
+def test_a_line_is_named_whatever_a_module_calls_itself() -> None:
+    class Asserts(nn.Module):
+        def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+            assert x.shape[0] == 77
+            return x
+
+    with pytest.raises(ConversionError, match=r"in \(root\) at: .*assert x\.shape\[0\] == 77"):
+        tb.convert(Asserts(), X)
+
+
 def test_what_is_asserted_of_values_is_left_out() -> None:
     def checked(x: torch.Tensor) -> torch.Tensor:
         torch._assert_async((x < 9).all())

@@ -416,10 +416,11 @@ def failing_line(error: BaseException, module: torch.nn.Module) -> tuple[str, st
     paths = {id(m): path or "(root)" for path, m in module.named_modules()}
     found: tuple[str, str] | None = None
     for frame, line in _frames(error):
-        path, file = paths.get(id(frame.f_locals.get("self"))), frame.f_code.co_filename
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        path, file = paths.get(id(first)), code.co_filename
         if path is not None and not file.startswith(_NOT_THE_USERS):
-            code = linecache.getline(file, line).strip()
-            found = path, f'File "{file}", line {line} | {code}'
+            found = path, f'File "{file}", line {line} | {linecache.getline(file, line).strip()}'
     return found
 
 
