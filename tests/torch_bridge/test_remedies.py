@@ -66,7 +66,7 @@ def test_what_torch_says_of_a_trace_comes_with_a_remedy(function: Any, remedy: s
 
 def test_a_line_is_named_whatever_a_module_calls_itself() -> None:
     class Asserts(nn.Module):
-        def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        def forward(this, x: torch.Tensor) -> torch.Tensor:
             assert x.shape[0] == 77
             return x
 
