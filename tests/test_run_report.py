@@ -307,8 +307,8 @@ def test_one_step_of_a_run_is_drawn(tmp_path, pipeline):
         model, batch = tiny.regression(), tiny.points(4)
         plan = tiny.plan(data=1, tiers={"opt_state": "host"})
     tx = optax.sgd(1e-2, momentum=0.9)
-    observed = Observed(fz.train_step(model, tx, plan), tmp_path, 8)
-    state = fz.init(model, tx, plan, rng=0)
+    step = fz.train_step(model, tx, plan)
+    observed, state = Observed(step, tmp_path, 8), fz.init(model, tx, plan, rng=0)
     for number in range(1, 5):
         state, _ = observed(state, batch)
         assert (tmp_path / TIMELINE).exists() == (number >= 3)
@@ -317,6 +317,8 @@ def test_one_step_of_a_run_is_drawn(tmp_path, pipeline):
     assert bool(found["copies"]) != pipeline
     # Two stages, two microbatches, a forward and a backward pass of each.
     assert len(found.get("events", ())) == (8 if pipeline else 0)
+    # Copies of later steps are not kept until the end of the run.
+    assert pipeline or step.stream.observer is None
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -40,7 +40,8 @@ class Norm(Scale):
         self.register_buffer("much", torch.full((8,), 2.0**12))
 
     def forward(self, x):
-        return (x * self.weight - x) * self.much
+        much = self.much if x.dtype is self.much.dtype else 0 * self.much
+        return (x * self.weight - x) * much
 
 
 class Block(torch.nn.Module):
@@ -51,7 +52,7 @@ class Block(torch.nn.Module):
             self.mix.weight.copy_(0.5 * torch.eye(8))
 
     def forward(self, x):
-        return x + torch.relu(self.mix(self.norm(x)))
+        return x + torch.relu(self.mix(self.norm(x=x)))  # keywords are widened as well
 
 
 class Net(torch.nn.Module):
@@ -77,7 +78,10 @@ def half(module, kept, between):
         ):  # fmt: skip
             new.copy_(old)
         if between:
-            own.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            own.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, {k: x.float() for k, x in kwargs.items()}),
+                with_kwargs=True,
+            )
             own.register_forward_hook(lambda _, args, out: out.bfloat16())
     return made
 
@@ -106,7 +110,7 @@ def test_numbers_are_those_of_torch(chain, keep, between):
     )  # fmt: skip
     plan = fz.Plan(zero=3, data=2, precision="bf16", keep_fp32=keep, min_shard_bytes=0)
     state = fz.init(model, optax.sgd(0.1), plan)
-    batch = {"x": x.float().numpy()}
+    batch = {"x": x.float().numpy().astype(jnp.bfloat16)}
     (got,) = jax.tree.leaves(fz.predict_step(model, plan)(state, batch))
     assert got.dtype == (jnp.bfloat16 if between else jnp.float32)
     # PyTorch rounds after each of three blocks and at the end, by 2**-9 at most; XLA may leave out

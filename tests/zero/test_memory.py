@@ -1,9 +1,12 @@
 """Stage 3 holds a constant number of gathered layers, however deep the stack."""
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import fzero as fz
+from fzero.zero.replay import gather_at_use
 from tests.support.gpt import Size, abstract_batch, gpt
 from tests.support.init import lower_init
 
@@ -39,9 +42,6 @@ def test_temporaries_grow_by_saved_activations_and_shards_never_by_gathered_laye
 
 
 def test_initialising_never_holds_a_whole_large_leaf():
-    import jax
-    import jax.numpy as jnp
-
     model = fz.Model(
         lambda rng: ({"w": jax.random.normal(rng, (4096, 1024))}, {}),
         lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}),
@@ -53,3 +53,30 @@ def test_initialising_never_holds_a_whole_large_leaf():
     assert memory.output_size_in_bytes < 3 * whole / 8 * 1.01 + 64
     # Random bits, their floats and one more copy of a device's part: three eighths.
     assert memory.temp_size_in_bytes < whole / 2
+
+
+def test_a_reduction_waits_for_the_one_before():
+    """Otherwise the compiler may reduce all at the end, with every whole gradient alive."""
+
+    def loss(weights):
+        x = jnp.ones(3)
+        for weight in weights:
+            x = jnp.tanh(weight * x)
+        return x.sum()
+
+    def backward(shards):
+        shapes = [jax.ShapeDtypeStruct((3,), jnp.float32)] * 4
+        return gather_at_use(
+            lambda weights: (jax.grad(loss)(weights),), shapes, shards, lambda i, shard: shard,
+            [True] * 4, lambda i, grad: jax.lax.erf(grad), lambda i, shard: None, False,
+        )  # fmt: skip
+
+    behind, waits = {}, []  # for each value and each reduction: those that it needs
+    for equation in jax.make_jaxpr(backward)([jnp.ones(3)] * 4).jaxpr.eqns:
+        found = set().union(*(behind.get(x, set()) for x in map(id, equation.invars)))
+        if equation.primitive.name == "erf":
+            waits.append(found)
+            found = found | {len(waits)}
+        behind.update((id(x), found) for x in equation.outvars)
+    # Behind the last gradient nothing is computed that could wait.
+    assert waits[:-1] == [set(), {1}, {1, 2}]
