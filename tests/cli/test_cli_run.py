@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import fzero as fz
 from torch_bridge.run import data, loop, resume, verify
 from torch_bridge.run.errors import CommandError
+from torch_bridge.run.models import LoadedModel
 from torch_bridge.run.settings import DataSettings
 from torch_bridge.run.tasks import Trained
 
@@ -85,6 +86,14 @@ def test_metrics_hold_every_step_and_every_validation(trained: tuple[Path, Run])
     assert steps[0]["loss"] == summary["train_loss_first"]
     assert steps[-1]["loss"] == summary["train_loss_last"]
     assert entries[-1]["val_loss"] == summary["val_loss_last"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [("hf:/a/llama-3.1", "llama-3.1"), ("hf:/a/tiny.json", "tiny"), ("/a/gpt.py:small", "gpt")],
+)
+def test_a_picture_calls_a_model_by_its_folder_or_file(spec: str, name: str) -> None:
+    assert LoadedModel(torch.nn.Module(), spec, 8, None).name == name
 
 
 def test_timings_say_what_all_of_the_time_went_to(trained: tuple[Path, Run]) -> None:

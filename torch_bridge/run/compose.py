@@ -28,7 +28,7 @@ from torch_bridge.run.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.run.models import LoadedModel
 from torch_bridge.run.plan_file import made_by_optax
 from torch_bridge.run.resume import Saver
-from torch_bridge.run.settings import HF_PREFIX, EvalSettings, TrainSettings, check_batch
+from torch_bridge.run.settings import EvalSettings, TrainSettings, check_batch
 from torch_bridge.run.tasks import Pretraining, Task, Trained
 
 
@@ -310,9 +310,8 @@ def _write_summary(
     out: Path, job: _Job, history: History, num_devices: int, summary: dict[str, Any]
 ) -> None:
     """The picture of the loss, and the summary."""
-    name = Path(job.loaded.spec.removeprefix(HF_PREFIX)).stem
     title = (
-        f"{name}, {job.loaded.num_parameters / 1e6:.1f}M parameters, "
+        f"{job.loaded.name}, {job.loaded.num_parameters / 1e6:.1f}M parameters, "
         f"ZeRO-{job.plan.zero} on {num_devices} devices"
     )
     with outputs.staged(out) as scratch:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,11 @@ class LoadedModel:
     max_seq: int | None  # longest sequence it takes; None: not known
     tokenizer: Any = None
     config: Any = None  # the transformers configuration; None for a factory
+
+    @property
+    def name(self) -> str:
+        """What a picture calls it. (A folder's name may have dots: `llama-3.1`.)"""
+        return re.sub(r"\.(json|py:\w+)$", "", Path(self.spec.removeprefix(HF_PREFIX)).name)
 
     @property
     def factory(self) -> str | None:

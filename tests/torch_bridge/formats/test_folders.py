@@ -93,3 +93,9 @@ def test_ranks_of_two_saves_give_no_weights(tmp_path: Path, stage: int) -> None:
 def test_a_suffix_in_capitals_is_that_of_a_file(adapted: tb.Converted, tmp_path: Path) -> None:
     tb.save(tmp_path / "RUN.SAFETENSORS", adapted, adapted.params, to="safetensors")
     assert (tmp_path / "RUN.SAFETENSORS").is_file()
+
+
+def test_a_folder_may_have_a_dot_in_its_name(adapted: tb.Converted, tmp_path: Path) -> None:
+    (tmp_path / "llama-3.1").mkdir()
+    tb.save(tmp_path / "llama-3.1", adapted, adapted.params)
+    assert list((tmp_path / "llama-3.1").glob("*.safetensors"))
