@@ -277,7 +277,7 @@ ASYNC = """HloModule m, is_scheduled=true, num_partitions=4
   %i = s32[] get-tuple-element(%state), index=0
   %x = f32[4,4]{{1,0}} get-tuple-element(%state), index=1
   %two = s32[] constant(2)
-  %next = s32[] add(%two, %i)
+  %next = s32[] {step}
   %dot.in.body = f32[4,4]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   ROOT %out = (s32[], f32[4,4]{{1,0}}) tuple(%next, %dot.in.body)
 }}
@@ -302,16 +302,26 @@ ENTRY %main (x.1: f32[4,4]) -> f32[16,4] {{
 """
 
 
-@pytest.mark.parametrize(("direction", "trips"), [("LT", 5), ("LE", 5), ("GT", None), ("NE", None)])
-def test_generic_async_pair_around_a_loop(direction: str, trips: int | None) -> None:
-    """for (i = 1; i < 10; i += 2) runs 5 times; conditions that never end so are not guessed."""
-    (found,) = overlaps(ASYNC.format(direction=direction))
+@pytest.mark.parametrize(
+    ("direction", "step", "trips"),
+    [
+        ("LT", "add(%two, %i)", 5),
+        ("LE", "add(%two, %i)", 5),
+        ("GT", "add(%two, %i)", None),
+        ("NE", "add(%two, %i)", None),
+        ("LT", "subtract(%two, %i)", None),
+    ],
+)
+def test_generic_async_pair_around_a_loop(direction: str, step: str, trips: int | None) -> None:
+    """for (i = 1; i < 10; i += 2) runs 5 times; loops that never end so are not guessed."""
+    text = ASYNC.format(direction=direction, step=step)
+    (found,) = overlaps(text)
     assert found.collective.name == "gather"
     assert (found.collective.computation, found.collective.bytes) == ("main", 256)
     assert found.collective.replica_groups == ((0, 1, 2, 3),)
     assert (found.is_async, found.num_matmuls, found.num_compute) == (True, 1, 1)
     assert found.flops == (trips or 0) * 2 * 4 * 4 * 4
-    flops = hlo.matmul_flops(ASYNC.format(direction=direction))
+    flops = hlo.matmul_flops(text)
     assert (flops.num_matmuls, bool(flops.unknown)) == (trips or 0, trips is None)
 
 
@@ -397,4 +407,4 @@ def test_refuses_what_it_cannot_read() -> None:
     with pytest.raises(hlo.HloError, match="found no ENTRY"):
         hlo.collectives("module @jit_f {}")
     with pytest.raises(hlo.HloError, match="is_scheduled=true"):
-        overlaps(ASYNC.format(direction="LT").replace(", is_scheduled=true", ""))
+        overlaps(ASYNC.replace(", is_scheduled=true", "").format(direction="LT", step="copy(%i)"))
