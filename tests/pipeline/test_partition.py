@@ -17,6 +17,7 @@ import fzero as fz
 import fzero.pipeline
 from fzero.pipeline import Partition, partition
 from fzero.programs.flops import flops
+from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.stages import balance
 
 
@@ -341,6 +342,26 @@ def test_type_balances_what_the_expression_finds():
     assert cut.sizes == (4, 4)  # among the cuts between blocks 1 and 2
     assert partition(model, 4, r"type:^block_\d$").loads == (1, 1, 1, 1)
     assert partition(mixed(), 3, "type:^b$").loads == (1, 1, 1)  # each layer of a stack
+
+
+# What is updated together
+
+
+def test_the_same_leaves_are_updated_together_in_all_schedules_of_the_same_stages():
+    """Otherwise they are compiled, and round, otherwise. In a V one rank has stages 1 and 2."""
+    model = fz.Sequential(
+        [layer("in", 4), layer("mid", 4), stack("a", 2, 2), layer("out", 3)],
+        lambda x, batch: jnp.sum(x),
+    )
+
+    def together(schedule, pipe):
+        plan = fz.Plan(pipe=pipe, schedule=schedule, microbatches=4, partition=(1, 2, 1, 1))
+        groups = {}
+        for name, home in cut_into_stages(model, plan).homes.items():
+            groups.setdefault((home.ranks, home.label), set()).add(name)
+        return sorted(map(sorted, groups.values()))
+
+    assert together("zb_v", 2) == together("interleaved", 2) == together("1f1b", 4)
 
 
 # Errors
