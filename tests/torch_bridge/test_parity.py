@@ -145,13 +145,21 @@ def test_gradients_that_are_rounding_alone_are_judged_by_the_largest() -> None:
 
 
 def test_biases_before_a_batch_norm_agree_wherever_they_are() -> None:
-    """Their gradients are zero, and the sums of large terms. Blocks alike are one loop."""
+    """Their gradients are zero, and the sums of large terms."""
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        module[0].bias += 4
+    report = tb.parity(module, tb.convert(module, x), x[:6])
+    assert report.agrees, report
+
+
+def test_statistics_of_blocks_alike_are_compared() -> None:
     torch.manual_seed(5)
     blocks = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
     module = nn.Sequential(*blocks, nn.Linear(4, 3))
     x = torch.randn(8, 4)
-    with torch.no_grad():
-        module[0][0].bias += 4
     converted = tb.convert(module, x, roll=2)
     assert converted.blocks.stacks
     report = tb.parity(module, converted, x[:6])
