@@ -39,9 +39,9 @@ EDITS = {
         r"grads/count: expected a jax.Array as accumulate_step leaves it, got numpy.float32(.|\n)*"
         r"grads/total: expected a jax.Array as accumulate_step leaves it, got builtins.float",
     ),
-    "no sums": (
-        lambda state: {"grads": fz.Pending(None, *[jnp.float32(0)] * 2, jnp.int32(0))},
-        r"grads/sums/gain: expected, but missing",
+    "neither sums nor calls": (
+        lambda state: {"grads": fz.Pending(None, *[jnp.float32(0)] * 2, None)},
+        r"grads/sums/gain: expected, but missing(.|\n)*grads/calls: expected, but missing",
     ),
 }
 

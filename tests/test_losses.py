@@ -208,10 +208,11 @@ def test_shapes_that_do_not_belong_together_are_refused():
             fz.CrossEntropy(**{name: value})
 
 
-def test_a_wide_weight_is_not_rounded_to_its_input():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neither_a_wide_weight_nor_a_sum_is_rounded_to_its_input(dtype):
     (x, w, _), labels = values()
-    x = x.astype(jnp.bfloat16)
-    found = fz.linear_cross_entropy(x, w, labels).total
+    x, w = x.astype(jnp.bfloat16), w.astype(dtype)
+    found = fz.linear_cross_entropy(x, w, labels, chunk=3).total
     np.testing.assert_allclose(
         found, reference(fz.CrossEntropy(), x, w, jnp.zeros(V), labels), 2e-6
     )

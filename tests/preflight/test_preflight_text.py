@@ -112,6 +112,13 @@ def test_a_row_of_what_is_read_under_another_shape_is_a_row():
     )
 
 
+def test_rows_that_are_more_than_what_they_are_rows_of_are_read_once():
+    text = LOOP.replace("[10,64]", "[1,64]")
+    again = "%q = f32[1,64]{1,0} dynamic-slice(%p, %k, %z), dynamic_slice_sizes={1,64}\n  ROOT %s ="
+    assert "ROOT %s =" in text
+    assert kernels(text.replace("ROOT %s =", again)).total() == kernels(text).total()
+
+
 def test_a_fusion_that_runs_beside_others_moves_the_same_bytes():
     """jax 0.11 starts some and waits for them; what they wait with is no other kernel."""
     plain = "%b = f32[10,64]{1,0} fusion(%x, %a, %i), kind=kLoop, calls=%write"

@@ -68,7 +68,10 @@ OPTIMIZERS = {
         {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ),
     "adagrad": (OPTIM.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-2}),
-    "adagrad-slower": (OPTIM.Adagrad, {"lr": 0.1, "lr_decay": 0.3, "weight_decay": 0.1}),
+    "adagrad-slower": (
+        OPTIM.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.3, "weight_decay": 0.1, "eps": 1e-2},
+    ),
     "rmsprop": (OPTIM.RMSprop, {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}),
     "rmsprop-centered": (OPTIM.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
     "adadelta": (OPTIM.Adadelta, {"lr": 1.0, "rho": 0.8, "weight_decay": 0.1}),
