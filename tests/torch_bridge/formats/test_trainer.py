@@ -96,3 +96,15 @@ def test_a_training_goes_to_the_trainer_and_back(tmp_path: Path) -> None:
     _, wanted = here(state, data[17:])
     _, losses = here(back, data[17:])
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_of_two_optimizers_none_is_taken_for_that_of_all(tmp_path: Path) -> None:
+    """As a module with a generator and a critic has them."""
+    module = torch.nn.Linear(2, 1)
+    state = torch.optim.Adam(module.parameters()).state_dict()
+    content = {"state_dict": module.state_dict(), "optimizer_states": [state, state]}
+    torch.save({**content, "pytorch-lightning_version": "2.5.0"}, tmp_path / "gan.ckpt")
+    found = tb.checkpoint(tmp_path / "gan.ckpt")
+    assert found.optimizer is None
+    assert found.unread == "gan.ckpt: expected the state of one optimizer, got 2"
+    assert found.extra["optimizers"] == 2
