@@ -273,10 +273,20 @@ def twisted(**changes):
 ], ids=["shape", "dtype", "buffer shape", "buffer dtype"])  # fmt: skip
 def test_leaves_that_do_not_fit_are_refused_by_path(changes, path, expected, found, tmp_path):
     plan = tiny.plan(data=1)
-    fz.save(tmp_path, fz.init(twisted(), None, plan), plan)
+    fz.save(tmp_path, fz.init(twisted(), None, plan), plan, asynchronous=False)
     with pytest.raises(fz.CheckpointError) as caught:
         fz.restore(tmp_path, twisted(**changes), None, plan)
     assert f"{path}: expected {expected}, the checkpoint has {found}" in str(caught.value)
+    # The files are looked at as well as what is said of them.
+    file = tmp_path / "0" / "meta" / "metadata"
+    meta = {key: value for key, value in json.loads(file.read_text()).items() if key != "sum"}
+    dtype, shape = expected.rstrip("]").split("[")
+    meta["leaves"][path] = [[int(n) for n in shape.split(",")], dtype]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(fz.CheckpointError) as caught:
+        fz.restore(tmp_path, twisted(**changes), None, plan)
+    assert f"{path} of checkpoint 0" in str(caught.value)
+    assert f"expected {expected}, the file has {found}" in str(caught.value)
 
 
 def test_weights_alone_start_another_training(tmp_path):
