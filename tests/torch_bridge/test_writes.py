@@ -33,8 +33,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_comparisons_in_place_keep_the_dtype() -> None:
-    """As PyTorch's do: the sum of two that are true is 2, and there is a negative."""
+def test_comparisons_and_sums_in_place_keep_the_dtype() -> None:
+    """As PyTorch's do: the sum of two that are true is 2, there is a negative, 8 bits wrap."""
 
     def compare(x: torch.Tensor, ids: torch.Tensor) -> Any:
         found = [
@@ -45,7 +45,8 @@ def test_comparisons_in_place_keep_the_dtype() -> None:
         ]  # fmt: skip
         part, whole = x * 1, (ids * 1).gt_(2)
         part[1].lt_(0)
-        return [x - y - y for y in found], -part, (x * 1).gt_(0.5).sub_(1) * x, -whole
+        narrow = (ids.to(torch.int8) * 1).add_(ids * 60)
+        return [x - y - y for y in found], -part, (x * 1).gt_(0.5).sub_(1) * x, -whole, narrow
 
     check_parity(Fn(compare), draw(3, 4), torch.arange(5))
 
