@@ -234,6 +234,7 @@ def test_marks_say_which_checkpoints_are_whole(tmp_path):
     assert objects.read_meta(url, 4) == {"of": 4}
     left = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {("marks", "1"), ("marks", "4"), ("1", "parts"), ("4", "parts")}
+    assert objects.begin(url) == 5  # the newest, however few are left
 
 
 def test_a_checkpoint_is_whole_when_the_last_process_has_written(tmp_path):
