@@ -128,6 +128,8 @@ class Odd(Decoder):
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(8))
+        for block in self.blocks:  # an evaluation draws nothing
+            block.up = torch.nn.Sequential(block.up, torch.nn.Dropout(0.5))
 
     def forward(self, ids):
         logits = super().forward(ids)["logits"]
@@ -170,6 +172,10 @@ def test_what_no_cap_describes_and_what_others_read_is_computed(how):
         found.append(fz.eval_step(model, plan)(fz.init(model, None, plan), {"ids": IDS[:2]}))
     for name, value in found[1].items():
         assert float(found[0][name]) == pytest.approx(float(value), rel=1e-6)
+    ids = torch.from_numpy(IDS[:2]).long()
+    logits = module.eval()(ids)["logits"][:, :-1].reshape(-1, V)
+    want = torch.nn.functional.cross_entropy(logits, ids[:, 1:].reshape(-1)).item()
+    assert float(found[0]["loss"]) == pytest.approx(want, rel=1e-5)
 
 
 def test_frozen_heads_and_other_losses(plain):
