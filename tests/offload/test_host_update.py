@@ -90,7 +90,8 @@ def test_the_hosts_devices_compute(apart, monkeypatch):
 
 
 def test_not_donated_is_not_touched(apart):
-    plan = tiny.plan(zero=3, data=4, **ON_HOST)
+    """And the compute copy is one of the new parameters."""
+    plan = tiny.plan(zero=2, data=4, precision="bf16", **ON_HOST)
     state, step = fz.init(MODEL, TX, plan, rng=0), fz.train_step(MODEL, TX, plan, donate=False)
     before = tiny.host(state)
     first, _ = step(state, BATCH)
@@ -98,6 +99,10 @@ def test_not_donated_is_not_touched(apart):
     tiny.same_bits(first, second)
     after = tiny.host(state)
     assert all(before[path].tobytes() == after[path].tobytes() for path in before)
+    params = tiny.host(first.params)
+    for path, leaf in tiny.host(first.compute).items():
+        alone = params[path][tuple(map(slice, leaf.shape))]  # without filling
+        np.testing.assert_array_equal(leaf, alone.astype(leaf.dtype), path)
 
 
 def test_on_cpus_the_host_is_the_device_and_what_is_frozen_stays():

@@ -248,6 +248,12 @@ def test_shards_of_several_sizes_and_places(zero, plan):
     assert tb.from_deepspeed({"zero_optimization": zero}, devices=8).plan == plan
 
 
+@pytest.mark.parametrize(("on_cpu", "remat"), [(True, "offload"), (False, fz.Plan().remat)])
+def test_checkpoints_of_activations_are_where_deepspeed_has_them(on_cpu, remat):
+    config = {"activation_checkpointing": {"cpu_checkpointing": on_cpu, "profile": False}}
+    assert tb.from_deepspeed(config).plan.remat == remat
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
 def test_rates_are_those_of_the_trainer(kind):
     got = tb.from_training_arguments({**ARGUMENTS, "lr_scheduler_type": kind}, devices=2)

@@ -177,7 +177,9 @@ class OfNumbers(torch.nn.Module):
         other = other if x.new_tensor([4]).is_floating_point() else 0
         x = x[:, [2, 0, 1]] * scale + rows + other + x[[1]]
         x[:, [0]] = 5.0
-        return x + x[[[0, 1], [2, 0]]].sum()  # a list of lists counts as a tuple
+        columns = x.t() * 1
+        columns[[False, False, True]] = 6.0
+        return columns.t() + x[[[0, 1], [2, 0]]].sum()  # a list of lists counts as a tuple
 
 
 def test_numbers_of_a_forward_have_their_values_without_a_device() -> None:

@@ -184,8 +184,9 @@ def test_what_is_joined_is_read_piece_by_piece() -> None:
             torch.testing.assert_close(lazy.tensor(index), want[index], rtol=0, atol=0)
             assert len(read) == 1
         torch.testing.assert_close(lazy.tensor(), want, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match=r"`all` is made of tensors that differ"):
-        stacked("all", [tensors[0], in_memory("other", torch.zeros(2, 4, 6))], 0)
+    for other in (torch.zeros(2, 4, 6), parts[0].bfloat16()):
+        with pytest.raises(CheckpointError, match=r"`all` is made of tensors that differ"):
+            stacked("all", [tensors[0], in_memory("other", other)], 0)
 
 
 def test_of_several_tensors_none_is_taken_for_all() -> None:
