@@ -23,6 +23,7 @@ from support import quick, tiny
 
 import fzero as fz
 from fzero.cli.launch import reserved_port
+from fzero.processes import jit_on
 from fzero.tree import named_leaves
 
 
@@ -234,6 +235,18 @@ def restored_by_one(case, one, checkpoints) -> None:
 
 
 @pytest.mark.multiprocess
+def test_what_others_compute_has_the_dtype_of_each_call(monkeypatch):
+    monkeypatch.setattr("fzero.processes.at_home", lambda mesh: False)
+    monkeypatch.setattr(
+        "fzero.processes.joined",
+        lambda shape, to, arrays, dtype: jax.ShapeDtypeStruct(shape, dtype),
+    )
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    twice = jit_on(mesh, lambda x: 2 * x)
+    for dtype in (np.float32, np.int32):
+        assert twice(np.zeros(3, dtype)) == jax.ShapeDtypeStruct((3,), dtype)
+
+
 def test_a_failing_process_is_reported_with_its_own_words(tmp_path):
     """Nothing hangs, and what the process said is shown."""
     # The only process of one says that it is number 7.

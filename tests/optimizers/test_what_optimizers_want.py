@@ -280,3 +280,16 @@ def test_lookahead_hands_on_what_an_update_is_given():
     for _ in range(4):
         _, state = tx.update({"w": jnp.ones(1)}, state, params, value=jnp.float32(1))
     assert optax.tree_utils.tree_get(state, "scale") < 1
+
+
+def test_an_optimizer_is_looked_at_in_the_dtype_that_it_is_given():
+    """Gradients and parameters of 16 bits come to it in 32."""
+    seen = set()
+
+    def init(params):
+        seen.update(leaf.dtype.name for leaf in jax.tree.leaves(params))
+        return optax.EmptyState()
+
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    fz.train_step(tiny.regression(jnp.bfloat16), tx, tiny.plan(zero=1, data=2))
+    assert seen == {"float32"}

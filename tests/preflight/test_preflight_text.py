@@ -221,6 +221,12 @@ def test_gathered_values_are_alive_from_their_start_to_their_last_reader():
     late = AHEAD.replace("  %u = f32[2048]{0} negate(%w)\n", "")
     late = late.replace("  %g = (f32[1024]", "  %u = f32[2048]{0} negate(%w)\n  %g = (f32[1024]")
     assert gathered(Module(late)).in_loop_bytes == layer
+    # What goes round the loop is alive beside what is gathered after it.
+    done = "  %d = f32[2048]{0} all-gather-done(%g)\n"
+    used = "  %u = f32[2048]{0} negate(%w)\n"
+    another = "  %h = f32[2048]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}\n"
+    both = AHEAD.replace(used + done, done + another + used.replace("%w", "%h"))
+    assert gathered(Module(both)).in_loop_bytes == 2 * layer
 
 
 def test_rates_are_data():

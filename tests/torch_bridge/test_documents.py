@@ -254,6 +254,17 @@ def test_templates_and_tokens_that_do_not_fit_are_named(tmp_path):
     forgets = "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}{% endfor %}"
     with pytest.raises(fz.BatchError, match=r"jsonl:1: message 2: .* otherwise once it is there"):
         tb.read_documents(path, byte_tokenizer(forgets))
+    # Of an answer in parts the end is that of the last.
+    drops = (
+        "{% for m in messages %}{% set all = loop.last or m['role'] == 'user' %}{{ m['role'] }}"
+        "{% for p in m['content'] %}{% if loop.first or all %}{{ p.text }}{% endif %}{% endfor %}|"
+        "{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    chat = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
+    path = written(tmp_path / "parts.jsonl", {"messages": chat})
+    with pytest.raises(fz.BatchError, match=r"jsonl:1: message 1: .* once more follows"):
+        tb.read_documents(path, byte_tokenizer(drops))
     with pytest.raises(fz.BatchError, match=r"none\.jsonl: cannot be read"):
         tb.read_documents(tmp_path / "none.jsonl", byte_tokenizer())
 

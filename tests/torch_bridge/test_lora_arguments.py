@@ -1,4 +1,4 @@
-"""Adapters: what makes none is refused, and what a state holds beside one goes along."""
+"""Adapters: what makes none is refused, what a state holds beside one goes along, dtypes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import optax
+import peft
 import pytest
 import torch
 
 import fzero as fz
 import torch_bridge as tb
+from torch_bridge.adapters.layer import LowRank, Settings
 
 
 BATCH = {"x": np.ones((8, 4), np.float32)}
@@ -176,3 +178,15 @@ def test_averages_are_those_of_the_adapter_that_comes(adapted):
     found = fz.averaged(tb.with_adapter(adapted, state, given, plan), adapted.model(squares), plan)
     for name, value in tb.adapter(adapted, found).items():
         np.testing.assert_array_equal(value, given[name])
+
+
+def test_a_wide_update_of_a_narrow_layer_gives_what_pefts_gives():
+    """In the layer's dtype: what follows it has no other."""
+    wanted = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8)).bfloat16()
+    theirs = peft.get_peft_model(net, wanted).base_model.model[0]
+    settings = Settings(rank=2, alpha=6, dropout=0.0, rslora=False, dtype=torch.float32)
+    own = LowRank(torch.nn.Linear(8, 8).bfloat16(), settings)
+    own.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 8).bfloat16()
+    torch.testing.assert_close(own(x), theirs(x), rtol=0, atol=0)

@@ -326,6 +326,9 @@ def test_a_parameter_is_its_place_in_the_groups_whatever_its_number() -> None:
     found = read_optimizer(content, "last.ckpt")
     moments = found.moments(["a", "b", "c"])
     np.testing.assert_array_equal([moments.exp_avg[n].tensor() for n in "abc"], wanted)
+    for names in ("ab", "abcd"):
+        with pytest.raises(CheckpointError, match=rf"it has 3: {len(names)} names were given"):
+            found.moments([*names])
     assert found.groups[0]["params"] == [0, 1, 2]
     assert float(wanted[0][0]) == 3
     said = read_optimizer(_numbered({0: _entry(1.0)}, [0, 1, 0]), "last.ckpt")
