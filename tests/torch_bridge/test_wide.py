@@ -95,8 +95,10 @@ def test_whole_numbers_are_those_of_64_bits() -> None:
         np.testing.assert_array_equal(found, want.numpy(), err_msg=name)
 
 
-def test_quotients_and_remainders_may_be_0() -> None:
+def test_quotients_and_remainders_may_be_0_and_sizes_small() -> None:
     functions = {
+        "few of a free size": lambda x: (x.clamp(9, 10).sum() - 9 * 2**29) % 5003,
+        "the first of a free size": lambda x: (x.clamp(9, 10).cumsum(0) - 9 * 2**29) % 5003,
         "quotient": lambda x: (2**31 - x.clamp(0, 9) // 20) // 2,
         "remainder": lambda x: (2**31 - x % 5) // 2,
     }
