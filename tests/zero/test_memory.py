@@ -4,9 +4,17 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec
+from support import tiny
 
 import fzero as fz
+from fzero.batch import Inputs
+from fzero.pieces import whole_chain
+from fzero.step.passes import OneProgram
+from fzero.zero.chain import input_backward, train_forward
+from fzero.zero.grads import loss_seed
 from fzero.zero.replay import gather_at_use
+from fzero.zero.weights import FetchedWeights
 from tests.support.gpt import Size, abstract_batch, gpt
 from tests.support.init import lower_init
 
@@ -80,3 +88,28 @@ def test_a_reduction_waits_for_the_one_before():
         behind.update((id(x), found) for x in equation.outvars)
     # Behind the last gradient nothing is computed that could wait.
     assert waits[:-1] == [set(), {1}, {1, 2}]
+
+
+def test_the_first_half_of_a_backward_pass_gathers_one_layer_ahead():
+    """Before the loop and in it, for each leaf of a layer; otherwise in it alone."""
+    model, batch = tiny.chain(), Inputs.of(tiny.tokens(4))
+
+    def gathers(prefetch):
+        plan = tiny.plan(zero=3, data=2, prefetch=prefetch)
+        passes = OneProgram(fz.train_step(model, optax.sgd(0.1), plan).blueprint)
+
+        def local(kept, buffers, batch, key):
+            rules, pieces = passes.rules(), whole_chain(model.layers)
+            rows, weights = batch, FetchedWeights(rules, kept)
+            end, saved, _ = train_forward(pieces, weights, rows, buffers, rows, key)
+            seed, _ = loss_seed(rules, end.mean, None)
+            _, given = input_backward(saved, rules, kept, seed, key)
+            return given
+
+        state = fz.abstract_state(model, optax.sgd(0.1), plan)
+        run = passes.on_devices(local, PartitionSpec())
+        traced = jax.make_jaxpr(run)(state.params, state.buffers, batch, state.rng)
+        return str(traced).count("all_gather[")
+
+    both = 2 * 2  # the weights and biases of a layer, in both passes
+    assert gathers(True) == gathers(False) + both
