@@ -57,6 +57,25 @@ def test_without_padding_there_is_no_mask(make: Any) -> None:
     np.testing.assert_allclose(found, want, atol=2e-5)
 
 
+class Halves(torch.nn.Module):
+    """Its second attention is shorter than what a mask was asked for, as Informer's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = hf.BertConfig(attn_implementation="eager")
+        mask = hf.masking_utils.create_bidirectional_mask(config, x, None)
+        for _ in range(2):
+            scores = x @ x.mT
+            x = (scores if mask is None else scores + mask[:, 0]).softmax(-1) @ x
+            x = x.unflatten(1, (-1, 2)).amax(2)
+        return x
+
+
+def test_an_encoder_without_padding_has_no_mask() -> None:
+    x = torch.randn(2, 8, 4)
+    found = tb.convert(Halves(), x, train=False)(x.numpy())
+    np.testing.assert_allclose(found, Halves()(x), rtol=1e-5)
+
+
 def test_with_padding_it_is_said_that_pytorchs_mask_depends_on_values() -> None:
     model, given = llama_as_an_encoder().eval(), {"input_ids": IDS}
     mask = torch.ones_like(IDS)

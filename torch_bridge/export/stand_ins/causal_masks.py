@@ -1,8 +1,11 @@
-"""Causal masks of transformers, which are not the same in PyTorch and where a module is exported.
+"""Masks of transformers, which are not the same in PyTorch and where a module is exported.
 
 Where nothing is padded its `sdpa` attention goes by `is_causal` of each attention, without a mask.
 One that looks both ways (PaliGemma, a Llama made an encoder) has no mask at all then; exported, it
 would have a causal one. Where something is padded it has that in PyTorch, too.
+
+An encoder without padding has no mask; exported, it would have one in which everything is seen, of
+a length that is not that of layers behind one that halves it (Informer's).
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from torch_bridge.export.watch.questions import TracedBranchWarning
 
 _MASKS = "transformers.masking_utils"
 _SKIPS, _PACKED = "_ignore_causal_mask_sdpa", "find_packed_sequence_indices"
+_SKIPS_BOTH = "_ignore_bidirectional_mask_sdpa"
 # Attention to another sequence, and to images or sounds before a text, has no causal mask.
 _OF_OTHERS = re.compile(r"cross|encoder_attn|EncDec|vision|visual|audio|tower")
 
 
 @contextlib.contextmanager
 def causal_masks() -> Iterator[None]:
-    """While a module is exported: no causal mask where PyTorch's attention looks both ways."""
+    """While a module is exported: no mask where there is none in PyTorch, no causal one where
+    attention looks both ways."""
     skips, packed = imported(_MASKS, _SKIPS), imported(_MASKS, _PACKED)
     if skips is None or packed is None:
         yield
@@ -53,7 +58,15 @@ def causal_masks() -> Iterator[None]:
         return packed(position_ids)
 
     masks = sys.modules[_MASKS]
-    with replaced([(masks, _SKIPS, skips_here), (masks, _PACKED, packed_here)]):
+    instead = [(masks, _SKIPS, skips_here), (masks, _PACKED, packed_here)]
+    if (skips_both := imported(_MASKS, _SKIPS_BOTH)) is not None:
+
+        def skips_both_here(padding: Any, kv: Any, window: Any = None, *more: Any) -> bool:
+            seen = padding is None and window is None
+            return seen or bool(skips_both(padding, kv, window, *more))
+
+        instead.append((masks, _SKIPS_BOTH, skips_both_here))
+    with replaced(instead):
         yield
 
 
