@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.stand_ins.replacement import imported, replaced
+from torch_bridge.export.stand_ins.replacement import StandIn, imported, replaced
 from torch_bridge.export.watch.questions import TracedBranchWarning
 
 
@@ -58,7 +58,7 @@ def causal_masks() -> Iterator[None]:
         return packed(position_ids)
 
     masks = sys.modules[_MASKS]
-    instead = [(masks, _SKIPS, skips_here), (masks, _PACKED, packed_here)]
+    instead: list[StandIn] = [(masks, _SKIPS, skips_here), (masks, _PACKED, packed_here)]
     if (skips_both := imported(_MASKS, _SKIPS_BOTH)) is not None:
 
         def skips_both_here(padding: Any, kv: Any, window: Any = None, *more: Any) -> bool:
