@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, FURTHER
+from fzero.compat import is_key, key_bits
 from fzero.errors import PlanError, StateError
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
-from fzero.nnx_calls import Path, checked_call
+from fzero.nnx_calls import Path, checked_call, for_flax_alone, raw
 from fzero.precision import called_with
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 
@@ -50,7 +51,8 @@ def from_flax(
     module starts from its own values, which are copied; the module itself is never changed.
 
     Parameters are linen's `params` collection, or the `nnx.Param`s by path (`layers/0/kernel`).
-    Every other collection (`batch_stats`) or `nnx.Variable` is a buffer. A device sees its own
+    Every other collection (`batch_stats`) or `nnx.Variable` is a buffer: of a random key its bits,
+    while streams of keys (`nnx.Rngs`) begin in every step at that step's key. A device sees its own
     rows only: BatchNorm normalises by them, and its running statistics are averaged over devices;
     `BatchNorm(axis_name=("replica", "data"))` normalises by the whole microbatch.
 
@@ -86,9 +88,11 @@ def from_flax(
     Raises:
         ImportError: flax is not installed.
         TypeError: `module` is not a flax module.
-        StateError: examples or a seed for an nnx module, which has its values; or (in a step) a
-            call that changes the structure or shapes of the buffers, or writes to an nnx module
-            what would be lost: parameters, or attributes that the next call would read.
+        StateError: examples or a seed for an nnx module, which has its values; an nnx variable of
+            several arrays; or (in a step) a
+            call that changes the structure, shapes or dtypes of the buffers, reads what a stream of
+            random keys holds, or writes to an nnx module what would be lost: parameters, or
+            attributes that the next call would read.
         PlanError: an annotation has a name that is no mesh axis and not in `axes`, or `loss` or
             `predict` takes other arguments; or (in a step) the module does not take those that it
             is called with.
@@ -133,7 +137,7 @@ def from_flax(
         )
     found, initial = _take_apart(module)
     specs = _flat(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
-    named = (("/".join(map(str, path)), _value(spec)) for path, spec in specs)
+    named = (("/".join(map(str, path)), raw(spec)) for path, spec in specs)
     return _model(initial, found.call, loss, predict, _shard(named, axes or {}))
 
 
@@ -204,21 +208,34 @@ def _calls(
 
 
 def _as_before(old: PyTree, new: PyTree) -> PyTree:
-    """New buffers in the dtypes of the old ones; refuses any that appeared or changed shape."""
-    was = {path: (leaf.shape, is_floating(leaf)) for path, leaf in named_leaves(old)}
-    now = {path: (leaf.shape, is_floating(leaf)) for path, leaf in named_leaves(new)}
-    if was == now:
-        # A value that was computed in bfloat16 is still kept in its own precision.
+    """New buffers in the dtypes of the old ones; refuses any that appeared or changed."""
+    was, now = dict(named_leaves(old)), dict(named_leaves(new))
+
+    def kind(leaf: Any) -> tuple[Any, ...]:
+        # A float that was computed in bfloat16 is still kept in its own precision.
+        return leaf.shape, "float" if is_floating(leaf) else leaf.dtype
+
+    changed = [
+        path
+        for path in sorted(was.keys() | now.keys())
+        if path not in was or path not in now or kind(was[path]) != kind(now[path])
+    ]
+    if not changed:
         return jax.tree.map(lambda a, b: b.astype(a.dtype), old, new)
-    changed = sorted(path for path in was.keys() | now.keys() if was.get(path) != now.get(path))
-    shapes = {path: (was.get(path, ("none",))[0], now.get(path, ("none",))[0]) for path in changed}
-    shown = "; ".join(f"{path}: {a} became {b}" for path, (a, b) in list(shapes.items())[:4])
+    shown = "; ".join(
+        f"{path}: {_told(was.get(path))} became {_told(now.get(path))}" for path in changed[:4]
+    )
     raise StateError(
-        f"from_flax: a call changed the structure of the buffers (shapes by path): {shown}. Buffers"
-        " stay alike from step to step. What a module only reports (sow) belongs into the"
+        f"from_flax: a call changed the structure of the buffers (by path): {shown}. Buffers"
+        " stay alike from step to step: make one in the shape and dtype that the call gives, or"
+        " cast what is written (.astype). What a module only reports (sow) belongs into the"
         " collection 'intermediates' (nnx.Intermediate), which is not kept;"
         " forward(..., mutable=['intermediates']) reads it from a linen module"
     )
+
+
+def _told(leaf: Any) -> str:
+    return "none" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _with_flag(
@@ -331,8 +348,9 @@ class _NnxLeaf:
     """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
 
     path: tuple[Any, ...]
-    kind: str  # "param", "buffer", "key" or "count"
+    kind: str  # "param", "buffer", "key" or "count": the latter two of a stream of random keys
     template: Any
+    impl: Any = None  # of a buffer that is a random key: a state holds its bits
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -341,6 +359,8 @@ class _NnxLeaf:
 
     def filled(self, value: Any) -> Any:
         """The leaf with a value."""
+        if self.impl is not None:
+            value = jax.random.wrap_key_data(value, impl=self.impl)
         return self.template.replace(value) if hasattr(self.template, "replace") else value
 
 
@@ -371,12 +391,12 @@ class _NnxModule:
         out, held = checked_call(self.graphs[ctx.train], filled, run, own)
         # What went is told as any other change of the buffers.
         buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer" and leaf.path in held]
-        return out, _nested({x.name: jnp.asarray(_value(held[x.path])) for x in buffers})
+        return out, _nested({x.name: key_bits(jnp.asarray(raw(held[x.path]))) for x in buffers})
 
 
 def _fill(index: int, leaf: _NnxLeaf, params: PyTree, ctx: Context) -> Any:
     """The value of a leaf in one call."""
-    empty = _value(leaf.template)
+    empty = raw(leaf.template)
     if leaf.kind == "count":
         return jnp.zeros(empty.shape, empty.dtype)
     if leaf.kind == "key":
@@ -400,34 +420,47 @@ def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
         # These two set `deterministic` and `use_running_average` all the way down.
         _ = own.train() if train else own.eval()
         graphs[train] = nnx.graphdef(own)
+    streams = [node for _, node in nnx.iter_graph(own) if isinstance(node, nnx.RngStream)]
+    drawn = {id(leaf): kind for x in streams for kind, leaf in (("key", x.key), ("count", x.count))}
     leaves: list[_NnxLeaf] = []
     values: dict[str, dict[tuple[str, ...], Any]] = {"param": {}, "buffer": {}}
     for path, leaf in _flat(own):
-        kind = "param" if isinstance(leaf, nnx.Param) else "buffer"
-        if isinstance(leaf, nnx.RngState):
-            kind = "key" if isinstance(leaf, nnx.RngKey) else "count"
-        value = _value(leaf)
-        shape = shape_of(value if isinstance(value, jax.Array) else np.asarray(value))
+        kind = drawn.get(id(leaf), "param" if isinstance(leaf, nnx.Param) else "buffer")
+        value = _array(path, leaf)
+        shape = shape_of(value)
         # Only shapes stay behind: a model's functions hold no arrays.
         template = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
-        leaves.append(_NnxLeaf(path, kind, template))
+        if kind not in values:
+            template.set_metadata(on_get_value=for_flax_alone)
+        impl = jax.random.key_impl(value) if kind == "buffer" and is_key(value) else None
+        leaves.append(_NnxLeaf(path, kind, template, impl))
         if kind in values:
-            copy = np.array(value, dtype=shape.dtype)
+            copy = np.array(key_bits(value))
             copy.flags.writeable = False
             values[kind][leaves[-1].name] = copy
     initial = _nested(values["param"]), _nested(values["buffer"])
     return _NnxModule(graphs, tuple(leaves)), initial
 
 
+def _array(path: Path, leaf: Any) -> Any:
+    """What a leaf of a module holds, which is one array, or a number."""
+    value = raw(leaf)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return value
+    if isinstance(value, bool | int | float | complex):
+        return np.asarray(value)
+    raise StateError(
+        f"from_flax: {'/'.join(map(str, path))}: this nnx.{type(leaf).__name__} holds a"
+        f" {type(value).__name__}, and what a state holds of a module are arrays by name. Give"
+        " each array a Variable of its own, made in __init__: nnx.Dict(a=nnx.Param(...),"
+        " b=nnx.Param(...)), or nnx.List([...])"
+    )
+
+
 def _flat(module: Any) -> list[tuple[tuple[Any, ...], Any]]:
     from flax import nnx
 
     return list(nnx.to_flat_state(nnx.state(module)))
-
-
-def _value(leaf: Any) -> Any:
-    """What a variable holds; arrays outside a variable are leaves themselves."""
-    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
 
 
 def _nested(flat: Mapping[tuple[str, ...], Any]) -> PyTree:

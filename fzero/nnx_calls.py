@@ -7,6 +7,7 @@ gone before the next one, which begins at the module as it was given.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ class Contents:
                 leaves[path] = value
             elif value is not None and not (path and str(path[-1]).startswith(_OF_NNX)):
                 attributes[path] = type(value) if isinstance(value, nnx.Pytree) else _held(value)
-        return cls(leaves, {path: _raw(leaf) for path, leaf in leaves.items()}, attributes)
+        return cls(leaves, {path: raw(leaf) for path, leaf in leaves.items()}, attributes)
 
     def places(self, after: Contents) -> dict[Path, Path]:
         """The paths of these leaves at a later time, but for those that are gone.
@@ -129,7 +130,7 @@ def checked_call(
     """
     call = _Call(graph, filled({}), run)
     held = call.before.later(call.after)
-    if not all(path in held and _raw(held[path]) is call.before.values[path] for path in params):
+    if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
         _require_unwritten(call, filled, params)
     others = call.before.others(call.after)
     if others:
@@ -161,7 +162,7 @@ class _Call:
         """Arrays that the call gives, and what it leaves at these places of the module."""
         out = [x for x in jax.tree.leaves(self.out) if isinstance(x, jax.Array | np.ndarray)]
         held = self.before.later(self.after)
-        return out, [_raw(held[place]) for place in places if place in held]
+        return out, [raw(held[place]) for place in places if place in held]
 
 
 def _require_unwritten(
@@ -176,7 +177,7 @@ def _require_unwritten(
     def values_after(values: list[Any]) -> list[Any]:
         again = _Call(call.graph, filled(dict(zip(params, values, strict=True))), call.run)
         held = again.before.later(again.after)
-        return [_raw(held[path]) if path in held else 0 for path in params]
+        return [raw(held[path]) if path in held else 0 for path in params]
 
     stayed = unchanged(jax.make_jaxpr(values_after)([call.before.values[x] for x in params]))
     written = [_named(path) for path, same in zip(params, stayed, strict=True) if not same]
@@ -239,9 +240,36 @@ def _same_constant(a: Any, b: Any) -> bool:
     return np.array_equal(key_bits(a), key_bits(b))
 
 
-def _raw(leaf: Any) -> Any:
-    """What a variable holds, before its own functions make something of it."""
+def raw(leaf: Any) -> Any:
+    """What a variable holds, before its own functions (`get_value`) make something of it.
+
+    An array outside of a variable is what it is.
+    """
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
+
+
+def for_flax_alone(variable: Any, value: Any) -> Any:
+    """What a stream of random keys holds, where flax reads it (an `on_get_value`).
+
+    Raises:
+        StateError: the forward reads it itself. A stream begins in every step at a key of that
+            step, so that neither its key nor its count is what the module holds.
+    """
+    from flax import nnx
+
+    frame = inspect.currentframe()
+    while frame and frame.f_globals.get("__name__") in (__name__, nnx.Variable.__module__):
+        frame = frame.f_back
+    if frame and not str(frame.f_globals.get("__name__")).startswith("flax."):
+        what = type(variable).__name__
+        raise StateError(
+            f"from_flax: a forward read the nnx.{what} of a stream of random keys"
+            f" {variable.get_metadata().get('tag', '')!r}, which is another here: every step gives"
+            " each stream a key of its own, and counts from 0. Draw from the stream"
+            " (self.rngs.noise()); keep a key that stays, or a count, in an nnx.Variable of the"
+            " module (nnx.Variable(jax.random.key(3)), nnx.Variable(jnp.int32(0)))"
+        )
+    return value
 
 
 def _copied(leaf: Any) -> Any:
