@@ -429,7 +429,7 @@ def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
         value = _array(path, leaf)
         shape = shape_of(value)
         # Only shapes stay behind: a model's functions hold no arrays.
-        template = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
+        template: Any = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
         if kind not in values:
             template.set_metadata(on_get_value=for_flax_alone)
         impl = jax.random.key_impl(value) if kind == "buffer" and is_key(value) else None
