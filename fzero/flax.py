@@ -22,8 +22,9 @@ from fzero.errors import PlanError, StateError
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
-from fzero.nnx_calls import Path, checked_call, for_flax_alone, raw
+from fzero.nnx_calls import NnxCall, checked_call, for_flax_alone, raw
 from fzero.precision import called_with
+from fzero.python_state import Path
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 
 
@@ -378,17 +379,18 @@ class _NnxModule:
         kwargs = dict(kwargs)
         method = kwargs.pop("method", "__call__")
 
-        def run(module: Any) -> Any:
+        def run(module: Any, arguments: PyTree) -> Any:
+            args, kwargs = arguments
             function = getattr(module, method)
             return function(*args, **_with_flag(function, ctx.train, args, kwargs))
 
-        def filled(others: Mapping[Path, Any]) -> dict[Path, Any]:
-            values = {**begun, **others}
+        def filled(values: Mapping[Path, Any]) -> dict[Path, Any]:
             return {leaf.path: leaf.filled(values[leaf.path]) for leaf in self.leaves}
 
         begun = {x.path: _fill(i, x, params, ctx) for i, x in enumerate(self.leaves)}
         own = [leaf.path for leaf in self.leaves if leaf.kind == "param"]
-        out, held = checked_call(self.graphs[ctx.train], filled, run, own)
+        asked = NnxCall(self.graphs[ctx.train], filled, begun, run, (args, kwargs))
+        out, held = checked_call(asked, own)
         # What went is told as any other change of the buffers.
         buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer" and leaf.path in held]
         return out, _nested({x.name: key_bits(jnp.asarray(raw(held[x.path]))) for x in buffers})

@@ -1,15 +1,13 @@
 """Calls of nnx modules: what one writes that no state keeps is refused while it is traced.
 
 A step keeps a module's buffers and updates its parameters. All else that a call leaves behind is
-gone before the next one, which begins at the module as it was given.
+gone before the next one, which begins at the module as it was given. So that may only be what no
+later call would read: of Python's values it is watched who does, of arrays the program tells.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import re
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +15,34 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.compat import key_bits
 from fzero.errors import StateError, some_of
+from fzero.programs.repeats import repeats
 from fzero.programs.unchanged import unchanged
+from fzero.python_state import Held, Path, Place
 from fzero.tree import PyTree
 
 
-Path = tuple[Any, ...]
-
-# Where an object lies, in a program's text: two traces of one function differ in it.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # What nnx itself keeps in a module.
 _OF_NNX = ("_pytree__", "_object__")
+
+
+@dataclass(frozen=True)
+class NnxCall:
+    """A call of a module that is put together for it.
+
+    Attributes:
+        graph: the module's structure.
+        filled: makes its leaves of their values.
+        values: those values.
+        run: calls the module, with arguments.
+        arguments: those arguments.
+    """
+
+    graph: Any
+    filled: Callable[[Mapping[Path, Any]], dict[Path, Any]]
+    values: Mapping[Path, Any]
+    run: Callable[[Any, PyTree], Any]
+    arguments: PyTree
 
 
 @dataclass(frozen=True)
@@ -38,12 +52,12 @@ class Contents:
     Attributes:
         leaves: its variables, and arrays outside of them, by path.
         values: what those held at that time.
-        attributes: values of Python by path; of a module, its type.
+        python: all else.
     """
 
     leaves: dict[Path, Any]
     values: dict[Path, Any]
-    attributes: dict[Path, Any]
+    python: Held
 
     @classmethod
     def of(cls, module: Any) -> Contents:
@@ -52,13 +66,25 @@ class Contents:
 
         known = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
         leaves: dict[Path, Any] = {}
-        attributes = {}
+        python = Held()
         for path, value in nnx.iter_graph(module):
+            if path and str(path[-1]).startswith(_OF_NNX):
+                continue
+            shown = jax.Array if path in known else type(value)
+            if isinstance(value, nnx.Variable):
+                shown = type(value)
+                python.add(path, value)
+                for name, told in value.get_metadata().items():
+                    python.note(path, name, told)
+            elif isinstance(value, nnx.Pytree) or path in python.parts:
+                python.add(path, value)
+            elif path not in known:
+                shown = value
             if path in known:
                 leaves[path] = value
-            elif value is not None and not (path and str(path[-1]).startswith(_OF_NNX)):
-                attributes[path] = type(value) if isinstance(value, nnx.Pytree) else _held(value)
-        return cls(leaves, {path: raw(leaf) for path, leaf in leaves.items()}, attributes)
+            if path:
+                python.note(path[:-1], path[-1], shown)
+        return cls(leaves, {path: raw(leaf) for path, leaf in leaves.items()}, python)
 
     def places(self, after: Contents) -> dict[Path, Path]:
         """The paths of these leaves at a later time, but for those that are gone.
@@ -73,25 +99,13 @@ class Contents:
         """These leaves as they are at a later time, but for those that are gone."""
         return {path: after.leaves[place] for path, place in self.places(after).items()}
 
-    def others(self, after: Contents) -> list[str]:
+    def others(self, after: Contents) -> dict[Place, str]:
         """What came, went or is another value of Python at a later time, in words."""
-        was, now = self._shown(), after._shown()
-        alike = {path for path in was if path in now and _same(*self._both(after, path))}
-        told = [path for path in {**was, **now} if path not in alike]
-        # Of a module that came or went, what it holds goes without saying.
-        whole = {path for path in told if path not in was or path not in now}
-        return [
-            f"{_named(path)}: {was.get(path, 'nothing')}, then {now.get(path, 'nothing')}"
-            for path in told
-            if not any(path[:end] in whole for end in range(1, len(path)))
-        ] + [
-            f"{_named(path)}: its own, then that of {_named(was)}"
-            for path, was in self._moved(after).items()
-        ]
-
-    def _both(self, after: Contents, path: Path) -> tuple[Any, Any]:
-        """What stands at a path at both times: of a leaf, that there is one."""
-        return self.attributes.get(path), after.attributes.get(path)
+        changed = self.python.changes(after.python)
+        told = {place: _change(place, *pair) for place, pair in changed.items()}
+        for path, was in self._moved(after).items():
+            told[path[:-1], path[-1]] = f"{_named(path)}: its own, then that of {_named(was)}"
+        return told
 
     def _moved(self, after: Contents) -> dict[Path, Path]:
         """Where leaves have changed places: by path, where its later leaf was before."""
@@ -99,42 +113,31 @@ class Contents:
         now = {path: before.get(id(leaf), path) for path, leaf in after.leaves.items()}
         return {path: was for path, was in now.items() if was != path and was in now}
 
-    def _shown(self) -> dict[Path, str]:
-        """All that there is, in words."""
-        texts = {path: type(leaf).__name__ for path, leaf in self.leaves.items()}
-        for path, value in self.attributes.items():
-            texts[path] = value.__name__ if isinstance(value, type) else f"{value!r:.40}"
-        return texts
 
-
-def checked_call(
-    graph: Any,
-    filled: Callable[[Mapping[Path, Any]], dict[Path, Any]],
-    run: Callable[[Any], Any],
-    params: Sequence[Path],
-) -> tuple[Any, dict[Path, Any]]:
-    """A call of a module that is put together for it.
+def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path, Any]]:
+    """A call of a module.
 
     Args:
-        graph: the module's structure.
-        filled: makes its leaves, some with values of one's own.
-        run: calls the module.
-        params: the paths of its parameters.
+        asked: the call.
+        params: the paths of the module's parameters.
 
     Returns:
         What the call gives, and by path each leaf that the module then still has.
 
     Raises:
         StateError: the call wrote parameters, or left something behind, other than values of its
-            leaves, with which a second call would compute something else.
+            leaves, which a later call would read.
     """
-    call = _Call(graph, filled({}), run)
+    call = _Call(asked, asked.graph, asked.filled(asked.values), asked.arguments)
     held = call.before.later(call.after)
     if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
-        _require_unwritten(call, filled, params)
+        _require_unwritten(call, asked, params)
     others = call.before.others(call.after)
     if others:
-        _require_alike_again(call, filled, others)
+        try:
+            _require_alike_again(asked, call, others)
+        finally:
+            call.before.python.put_back()  # the module itself is never changed
     return call.out, held
 
 
@@ -142,32 +145,34 @@ class _Call:
     """One call of a module.
 
     Args:
-        graph: the module's structure.
+        asked: the module and how it is called.
+        graph: its structure, which may be that after an earlier call.
         leaves: its leaves by path.
-        run: calls it.
+        arguments: those of the call.
+        watched: places whose readings are told, each by its own function.
     """
 
-    def __init__(self, graph: Any, leaves: Mapping[Path, Any], run: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, asked: NnxCall, graph: Any, leaves: Mapping[Path, Any], arguments: PyTree,
+        watched: Mapping[Place, Callable[[], None]] | None = None,
+    ) -> None:  # fmt: skip
         from flax import nnx
 
-        self.graph, self.run = graph, run
-        module = nnx.merge(graph, nnx.from_flat_state(list(leaves.items())))
-        self.before = Contents.of(module)
-        self.out = run(module)
-        nnx.pop(module, nnx.Intermediate)  # what a call only reports is not kept
-        self.after = Contents.of(module)
-        self.left = nnx.graphdef(module)
+        self.module = nnx.merge(graph, nnx.from_flat_state(list(leaves.items())))
+        self.before = Contents.of(self.module)
+        for place, note in (watched or {}).items():
+            self.before.python.watch(place, note)
+        self.out = asked.run(self.module, arguments)
+        nnx.pop(self.module, nnx.Intermediate)  # what a call only reports is not kept
+        self.after = Contents.of(self.module)
 
-    def results(self, places: Iterable[Path]) -> PyTree:
+    def results(self, places: Iterable[Path]) -> list[Any]:
         """Arrays that the call gives, and what it leaves at these places of the module."""
         out = [x for x in jax.tree.leaves(self.out) if isinstance(x, jax.Array | np.ndarray)]
-        held = self.before.later(self.after)
-        return out, [raw(held[place]) for place in places if place in held]
+        return out + [raw(self.after.leaves[place]) for place in places]
 
 
-def _require_unwritten(
-    call: _Call, filled: Callable[[Mapping[Path, Any]], dict[Path, Any]], params: Sequence[Path]
-) -> None:
+def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> None:
     """Refuses a call that wrote parameters.
 
     nnx's own transformations (`remat`, `jit`, `scan`) give all that they take back as new values,
@@ -175,7 +180,8 @@ def _require_unwritten(
     """
 
     def values_after(values: list[Any]) -> list[Any]:
-        again = _Call(call.graph, filled(dict(zip(params, values, strict=True))), call.run)
+        given = {**asked.values, **dict(zip(params, values, strict=True))}
+        again = _Call(asked, asked.graph, asked.filled(given), asked.arguments)
         held = again.before.later(again.after)
         return [raw(held[path]) if path in held else 0 for path in params]
 
@@ -192,52 +198,130 @@ def _require_unwritten(
         )
 
 
-def _require_alike_again(
-    call: _Call, filled: Callable[[Mapping[Path, Any]], dict[Path, Any]], others: list[str]
-) -> None:
-    """Refuses a call that would compute something else after itself.
+def _require_alike_again(asked: NnxCall, call: _Call, others: dict[Place, str]) -> None:
+    """Refuses a call after which a later one may compute something else.
 
-    What a call writes before it reads it (a shape, `norm.eval()`) is no state.
+    Further calls follow one as the step makes it, each with inputs of its own. Whatever is the same
+    after the second as after the first is so for good. What is not may be no matter to the third,
+    in which it is watched: a count that nothing else reads, a shape that is written before it is
+    read. If already the second reads nothing that the first changed, there needs no third.
 
     Args:
+        asked: the module, and how it is called.
         call: the call.
-        filled: makes the module's leaves.
-        others: what the call left otherwise.
+        others: what it left otherwise, in words.
     """
-    places = call.before.places(call.after)
-    came_from = {place: path for path, place in places.items()}
-
-    def first() -> PyTree:
-        return _Call(call.graph, filled({}), call.run).results(places)
-
-    def again() -> PyTree:
-        own = filled({})
-        leaves = {
-            place: own[came_from[place]] if place in came_from else _copied(leaf)
-            for place, leaf in call.after.leaves.items()
-        }
-        return _Call(call.left, leaves, call.run).results(places.values())
-
-    if not _alike(jax.make_jaxpr(first)(), jax.make_jaxpr(again)()):
-        raise StateError(
-            f"from_flax: a call of the module left behind {some_of(others, 4)}, and with that the"
-            " next call would compute something else; but here every call begins at the module as"
-            " it was given, so it would be lost. Make in __init__ what the forward is to keep:"
-            " submodules and parameters as they are, and a count or any other state as an"
-            " nnx.Variable (self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...] += 1)"
-        )
+    changed = call.before.python.changes(call.after.python)
+    soon = others.keys() == changed.keys() and not any(map(_is_seen, changed.values()))
+    for early in (True, False) if soon else (False,):
+        call.before.python.put_back()
+        runs = _Runs(asked, early)
+        if runs.alike() and not runs.read:
+            return
+    told = list(others.values())
+    why = "with that the next call would compute something else"
+    if runs.read:
+        told = [others.get(place, words) for place, words in runs.read.items()]
+        why = "a later call reads that, so that it may compute something else"
+    raise StateError(
+        f"from_flax: a call of the module left behind {some_of(told, 4)}, and {why}; but here every"
+        " call begins at the module as it was given, so it would be lost. Make in __init__ what"
+        " the forward is to keep: submodules and parameters as they are, and a count or any other"
+        " state as an nnx.Variable (self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...]"
+        " += 1)"
+    )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two programs without inputs are the same, of the same constants."""
-    texts = {_ADDRESS.sub("", str(program.jaxpr)) for program in (one, other)}
-    return len(texts) == 1 and all(map(_same_constant, one.consts, other.consts))
+class _Runs:
+    """Calls of a module, one after the other, its leaves filled anew before each.
+
+    Args:
+        asked: the module, and how it is called.
+        early: whether the second call is the one that is watched.
+
+    Attributes:
+        results: what each gave.
+        read: what the last one read of what the first two left in different ways, in words.
+    """
+
+    def __init__(self, asked: NnxCall, early: bool) -> None:
+        self.asked, self.early = asked, early
+        self.results: list[list[Any]] = []
+        self.read: dict[Place, str] = {}
+        # By its path at first: where each leaf is now.
+        self._places = {path: path for path in asked.values}
+        self._calls: list[_Call] = []
+        # Of what is watched: between which two times it changed.
+        self._times: list[Held] = []
+
+    def alike(self) -> bool:
+        """Makes the calls; whether all compute the same of their inputs."""
+        flat, tree = jax.tree.flatten((dict(self.asked.values), self.asked.arguments))
+        traced = [i for i, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
+
+        def all_runs(*groups: list[Any]) -> PyTree:
+            for group in groups:
+                given = dict(zip(traced, group, strict=True))
+                self.add(*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(flat)]))
+            return self.results
+
+        inputs = [flat[i] for i in traced]
+        program = jax.make_jaxpr(all_runs)(*[inputs] * (2 if self.early else 3))
+        sizes = {len(jax.tree.leaves(result)) for result in self.results}
+        return len(sizes) == 1 and repeats(program, len(inputs), *sizes)
+
+    def add(self, values: Mapping[Path, Any], arguments: PyTree) -> None:
+        """One more call; none that would be watched, if nothing has changed."""
+        from flax import nnx
+
+        leaves = self.asked.filled(values)
+        if not self._calls:
+            call = _Call(self.asked, self.asked.graph, leaves, arguments)
+        else:
+            last = self._calls[-1]
+            here = {place: path for path, place in self._places.items()}
+            leaves = {
+                place: _with_value(leaf, leaves[here[place]] if place in here else leaf)
+                for place, leaf in last.after.leaves.items()
+            }
+            watched: dict[Place, Any] = {}
+            if len(self._times) == 2:
+                watched = self._watched()
+                if not watched or self.read:
+                    return
+            try:
+                call = _Call(self.asked, nnx.graphdef(last.module), leaves, arguments, watched)
+            except Exception:
+                if not watched:
+                    raise
+                # Stand-ins are for no operation of jax: one of them was read.
+                self.read = self.read or self._told
+                return
+        now = call.before.places(call.after)
+        self._places = {path: now[at] for path, at in self._places.items() if at in now}
+        self.results.append(call.results(self._places.values()))
+        self._times += [call.before.python] if self.early and not self._calls else []
+        self._times.append(call.after.python)
+        self._calls.append(call)
+
+    def _watched(self) -> dict[Place, Callable[[], None]]:
+        """What is another value than it was a call before, to be watched."""
+        changed = self._times[0].changes(self._times[1])
+        self._told = {place: _change(place, *pair) for place, pair in changed.items()}
+
+        def note(place: Place) -> Callable[[], None]:
+            return lambda: self.read.update({place: self._told[place]})
+
+        for place, pair in changed.items():
+            if _is_seen(pair):
+                note(place)()
+        return {place: note(place) for place in changed}
 
 
-def _same_constant(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return a is b
-    return np.array_equal(key_bits(a), key_bits(b))
+def _is_seen(pair: tuple[Any, Any]) -> bool:
+    """Whether a change is seen without a reading: it came or went, or is of another type."""
+    was, now = pair
+    return type(was) is not type(now) or isinstance(was, type)
 
 
 def raw(leaf: Any) -> Any:
@@ -272,38 +356,18 @@ def for_flax_alone(variable: Any, value: Any) -> Any:
     return value
 
 
-def _copied(leaf: Any) -> Any:
-    """A variable that may be written where this is called."""
-    return leaf.copy() if hasattr(leaf, "get_raw_value") else leaf
+def _with_value(leaf: Any, other: Any) -> Any:
+    """A leaf that may be written where this is called, with what another one holds."""
+    return leaf.replace(raw(other)) if hasattr(leaf, "get_raw_value") else other
 
 
-@dataclass(frozen=True)
-class _Object:
-    """What an object of Python holds at one time."""
-
-    kind: type
-    attributes: dict[str, Any]
-
-    def __repr__(self) -> str:
-        return f"{self.kind.__name__} with {self.attributes}"
+def _change(place: Place, was: Any, now: Any) -> str:
+    path, name = place
+    return f"{_named((*path, name))}: {_short(was)}, then {_short(now)}"
 
 
-def _held(value: Any) -> Any:
-    """A value as it is now: what is put into a container later is not in its copy."""
-    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
-        return _Object(type(value), {name: _copied_container(x) for name, x in vars(value).items()})
-    return _copied_container(value)
-
-
-def _copied_container(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, list | dict | set) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # of arrays in a container, say, which have no one answer
-        return False
+def _short(value: Any) -> str:
+    return value.__name__.split(".")[-1] if isinstance(value, type) else f"{value!r:.40}"
 
 
 def _named(path: Path) -> str:

@@ -207,7 +207,7 @@ def test_a_write_of_a_parameter_is_refused(make, where):
     ("make", "what"),
     [
         (Counts, "calls: 0, then 1,"), (CountsInAList, r"seen: \[\], then \[1\]"),
-        (CountsInAnObject, "own: SimpleNamespace with {'calls': 0}, then"),
+        (CountsInAnObject, "own/calls: 0, then 1,"),
         (Swaps, "dense/bias: its own, then that of other/bias,"),
         (SwapsBuffers, "a: its own, then that of b,"),
         (Grows, "more: nothing, then Linear,"), (KeepsATable, "table: nothing, then Variable,"),

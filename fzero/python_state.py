@@ -1,0 +1,329 @@
+"""What objects of Python hold: seen at one time, put back, and watched for whoever reads it.
+
+That is what attributes, containers and classes hold, in whatever holds them; not what a global
+variable, a closure or an iterator does.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+
+Path = tuple[Any, ...]
+# Where a value stands: the path of what holds it, and its name in that.
+Place = tuple[Path, Any]
+
+
+class _Nothing:
+    """What stands at a place that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+
+_ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), type))
+# Objects of these are what they are: nothing that a module's author counts in.
+_OTHERS = frozenset(
+    """
+    builtins enum flax functools fzero itertools jax jaxlib logging numpy re threading typing
+    weakref
+    """.split()  # noqa: SIM905
+)
+# In what libraries themselves keep in classes.
+_INNER = ("__", "_abc_", "_pytree__", "_object__")
+# Where flax compares modules.
+_STRUCTURES = "flax.nnx.graphlib"
+# Larger arrays of NumPy are told by which they are.
+_LARGE = 2**20
+
+
+class Held:
+    """What some objects hold at one time.
+
+    Attributes:
+        parts: by the path of each that holds something: values by name. Of what holds things
+            itself, its type.
+        owners: those objects.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[Path, dict[Any, Any]] = {}
+        self.owners: dict[Path, Any] = {}
+        self._kept: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def add(self, path: Path, owner: Any) -> None:
+        """An object whose parts are told one by one."""
+        self.owners[path] = owner
+        self.parts.setdefault(path, {})
+        if _resizes(owner):
+            self._kept.append((owner, _contents(owner)))
+        self._add_classes(type(owner))
+
+    def note(self, path: Path, name: Any, value: Any) -> None:
+        """A part of an object, and all that it holds."""
+        self.parts.setdefault(path, {})[name] = self._shown(value, (*path, name))
+
+    def changes(self, after: Held) -> dict[Place, tuple[Any, Any]]:
+        """What is another value at a later time: the two, by place."""
+        found: dict[Place, tuple[Any, Any]] = {}
+        for path, was in self.parts.items():
+            now = after.parts.get(path)
+            if now is None:  # its own place tells
+                continue
+            if was.keys() != now.keys() and _resizes(self.owners.get(path)):
+                found[path[:-1], path[-1]] = (_whole(was), _whole(now))
+                continue
+            for name in {**was, **now}:
+                pair = was.get(name, _NOTHING), now.get(name, _NOTHING)
+                if not _same(*pair):
+                    found[path, name] = pair
+        return found
+
+    def put_back(self) -> None:
+        """Gives objects what they held; not those that were told one part after the other."""
+        for owner, contents in self._kept:
+            _write(owner, contents)
+
+    def watch(self, place: Place, note: Callable[[], None]) -> None:
+        """Puts a stand-in at a place, which calls `note` where its value is read."""
+        path, name = place
+        if path not in self.parts or name not in self.parts[path]:
+            note()  # it stands elsewhere now, where nobody would see
+            return
+        while issubclass(type(self.owners[path]), tuple):  # nobody can write there
+            path, name = path[:-1], path[-1]
+        owner = self.owners[path]
+        _put(owner, name, Watched(_get(owner, name), note))
+
+    def _shown(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if issubclass(kind, jax.core.Tracer):
+            return jax.Array  # of which a program tells what it is computed of
+        if issubclass(kind, np.ndarray | set):
+            if getattr(value, "nbytes", 0) > _LARGE:
+                return value
+            self._kept.append((value, value.copy()))
+            return value.copy()
+        contents = _contents(value)
+        if contents is None:
+            return value
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            self.owners[path] = value
+            self._kept.append((value, contents))
+            self.parts[path] = {
+                name: x if type(x) in _ATOMS else self._shown(x, (*path, name))
+                for name, x in contents.items()
+            }
+            self._add_classes(kind)
+        return kind
+
+    def _add_classes(self, kind: type) -> None:
+        for one in kind.__mro__:
+            if id(one) in self._seen or _is_other(one):
+                continue
+            self._seen.add(id(one))
+            contents = _contents_of_class(one)
+            path = (f"class {one.__name__}",)
+            self.owners[path] = one
+            self._kept.append((one, contents))
+            for name, value in contents.items():
+                self.note(path, name, value)
+
+
+def _is_other(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _OTHERS
+
+
+def _contents(value: Any) -> dict[Any, Any] | None:
+    """What an object holds by name, if anything."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return dict(value)
+    if issubclass(kind, list | tuple | deque):
+        return dict(enumerate(value))
+    if _is_other(kind) or issubclass(kind, type | enum.Enum):
+        return None
+    own = dict(getattr(value, "__dict__", {}))
+    return {**own, **{name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}}
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        yield from (
+            name
+            for name in ((slots,) if isinstance(slots, str) else slots)
+            if name not in ("__dict__", "__weakref__")
+        )
+
+
+def _contents_of_class(kind: type) -> dict[str, Any]:
+    """A class's own values: no methods, and nothing that only describes attributes."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith(_INNER) and not callable(value) and not hasattr(value, "__get__")
+    }
+
+
+def _resizes(owner: Any) -> bool:
+    return issubclass(type(owner), dict | list | tuple | deque)
+
+
+def _whole(parts: dict[Any, Any]) -> Any:
+    """A container's parts, as they are told."""
+    return list(parts.values()) if list(parts) == list(range(len(parts))) else parts
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):  # 1 and True, 1 and 1.0 are not
+        return False
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    try:
+        return bool(a == b)
+    except Exception:  # of arrays in a container, say, which have no one answer
+        return False
+
+
+def _get(owner: Any, name: Any) -> Any:
+    if issubclass(type(owner), dict | list | deque):
+        return owner[name]
+    if hasattr(owner, "set_metadata"):
+        return owner.get_metadata()[name]
+    return getattr(owner, name)
+
+
+def _put(owner: Any, name: Any, value: Any) -> None:
+    if issubclass(type(owner), dict | list | deque):
+        owner[name] = value
+    elif hasattr(owner, "set_metadata"):  # a variable of nnx, of which this is
+        owner.set_metadata(name, value)
+    elif isinstance(owner, type):
+        setattr(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _write(owner: Any, contents: Any) -> None:
+    """Makes an object hold what it held before."""
+    if isinstance(owner, np.ndarray):
+        if owner.flags.writeable and not _same(owner, contents):
+            owner[...] = contents
+        return
+    if isinstance(owner, set):
+        owner.clear()
+        owner.update(contents)
+        return
+    now = _contents_of_class(owner) if isinstance(owner, type) else _contents(owner)
+    assert now is not None
+    if now.keys() == contents.keys() and all(now[name] is contents[name] for name in now):
+        return
+    if isinstance(owner, dict):
+        owner.clear()
+        owner.update(contents)
+    elif isinstance(owner, list | deque):
+        owner.clear()
+        owner.extend(contents.values())
+    elif not isinstance(owner, tuple):
+        for name in now.keys() - contents.keys():
+            (type if isinstance(owner, type) else object).__delattr__(owner, name)
+        for name, value in contents.items():
+            _put(owner, name, value)
+
+
+class Watched:
+    """A stand-in for a value: what is computed of it and of numbers alone is watched, too.
+
+    All else that tells something of the value is a reading.
+
+    Args:
+        value: the value.
+        note: called at each reading.
+    """
+
+    __slots__ = ("_note", "_value")
+
+    def __init__(self, value: Any, note: Callable[[], None]) -> None:
+        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_note", note)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._value)
+
+    def __getattr__(self, name: str) -> Any:
+        # What is only put into a container is not read.
+        if name not in ("add", "append", "appendleft", "clear", "extend"):
+            self._note()
+        return getattr(self._value, name)
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self._value[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        # Of a module that it cuts out, flax asks whether it has seen the like of it before.
+        if sys._getframe(1).f_globals.get("__name__") == _STRUCTURES:
+            return self is other
+        self._note()
+        return bool(self._value == (other._value if type(other) is Watched else other))
+
+    __hash__ = object.__hash__
+
+
+def _computed(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def apply(self: Watched, *others: Any) -> Any:
+        plain = [x._value if type(x) is Watched else x for x in others]
+        numbers = all(issubclass(type(x), int | float | np.number) for x in (self._value, *plain))
+        values = [*plain, self._value] if swapped else [self._value, *plain]
+        if numbers:
+            return Watched(function(*values), self._note)
+        self._note()
+        return function(*values)
+
+    return apply
+
+
+def _read(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Watched, *others: Any) -> Any:
+        self._note()
+        return function(self._value, *(x._value if type(x) is Watched else x for x in others))
+
+    return apply
+
+
+def _define() -> None:
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():  # noqa: SIM905
+        function = getattr(operator, f"__{name}__")
+        setattr(Watched, f"__{name}__", _computed(function, swapped=False))
+        setattr(Watched, f"__r{name}__", _computed(function, swapped=True))
+    for name in ("neg", "pos", "abs"):
+        setattr(Watched, f"__{name}__", _computed(getattr(operator, name), swapped=False))
+    readings: dict[str, Callable[..., Any]] = {
+        "bool": bool, "int": int, "float": float, "complex": complex, "index": operator.index,
+        "round": round, "str": str, "repr": repr, "format": format, "bytes": bytes, "len": len,
+        "iter": iter, "next": next, "reversed": reversed, "contains": operator.contains,
+        "getitem": operator.getitem, "call": lambda function, *args: function(*args),
+        **{name: getattr(operator, name) for name in ("ne", "lt", "le", "gt", "ge")},
+    }  # fmt: skip
+    for name, function in readings.items():
+        setattr(Watched, f"__{name}__", _read(function))
+
+
+_define()
