@@ -18,7 +18,7 @@ import numpy as np
 from fzero.errors import StateError, some_of
 from fzero.programs.repeats import repeats
 from fzero.programs.unchanged import unchanged
-from fzero.python_state import Held, Path, Place
+from fzero.python_state import ATOMS, Held, Path, Place
 from fzero.tree import PyTree
 
 
@@ -71,7 +71,9 @@ class Contents:
             if path and str(path[-1]).startswith(_OF_NNX):
                 continue
             shown = jax.Array if path in known else type(value)
-            if isinstance(value, nnx.Variable):
+            if shown in ATOMS:  # most of what there is
+                shown = value
+            elif isinstance(value, nnx.Variable):
                 shown = type(value)
                 python.add(path, value)
                 for name, told in value.get_metadata().items():

@@ -31,7 +31,8 @@ class _Nothing:
 
 _NOTHING = _Nothing()
 
-_ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), type))
+# Values that hold no others.
+ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), type))
 # Objects of these are what they are: nothing that a module's author counts in.
 _OTHERS = frozenset(
     """
@@ -45,6 +46,8 @@ _INNER = ("__", "_abc_", "_pytree__", "_object__")
 _STRUCTURES = "flax.nnx.graphlib"
 # Larger arrays of NumPy are told by which they are.
 _LARGE = 2**20
+# What lies deeper is told by which it is, too: a chain of objects may have no end.
+_DEEP = 50
 
 
 class Held:
@@ -108,7 +111,7 @@ class Held:
 
     def _shown(self, value: Any, path: Path) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         if issubclass(kind, jax.core.Tracer):
             return jax.Array  # of which a program tells what it is computed of
@@ -117,7 +120,7 @@ class Held:
                 return value
             self._kept.append((value, value.copy()))
             return value.copy()
-        contents = _contents(value)
+        contents = _contents(value) if len(path) < _DEEP else None
         if contents is None:
             return value
         if id(value) not in self._seen:
@@ -125,7 +128,7 @@ class Held:
             self.owners[path] = value
             self._kept.append((value, contents))
             self.parts[path] = {
-                name: x if type(x) in _ATOMS else self._shown(x, (*path, name))
+                name: x if type(x) in ATOMS else self._shown(x, (*path, name))
                 for name, x in contents.items()
             }
             self._add_classes(kind)
