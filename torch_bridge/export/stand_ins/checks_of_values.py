@@ -79,8 +79,8 @@ def note_of_a_trace(error: Exception) -> None:
 _OF_TRACES = (
     GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
 )  # fmt: skip
-# `x.numpy()`, `np.asarray(x)`, `f"{x:.2f}"`, `torch.from_dlpack(x)`, `x.untyped_storage()`
-_SAID_OF_TRACES = ("tensor subclasses", "FakeTensor", "FunctionalTensor", "'meta' device")
+# Of `x.numpy()` and `np.asarray(x)`; of `f"{x:.2f}"`.
+_SAID_OF_TRACES = ("tensor subclasses", "FakeTensor")
 
 
 def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
