@@ -1,14 +1,14 @@
 """Calls of nnx modules: what one writes that no state keeps is refused while it is traced.
 
 A step keeps a module's buffers and updates its parameters. All else that a call leaves behind is
-gone before the next one, which begins at the module as it was given. So that may only be what no
-later call would read: of Python's values it is watched who does, of arrays the program tells.
+gone before the next one, which begins at the module as it was given. So that may only be what
+every call leaves alike, and with which the next one computes what the first did.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,27 +151,42 @@ class _Call:
         graph: its structure, which may be that after an earlier call.
         leaves: its leaves by path.
         arguments: those of the call.
-        watched: places whose readings are told, each by its own function.
     """
 
     def __init__(
-        self, asked: NnxCall, graph: Any, leaves: Mapping[Path, Any], arguments: PyTree,
-        watched: Mapping[Place, Callable[[], None]] | None = None,
-    ) -> None:  # fmt: skip
+        self, asked: NnxCall, graph: Any, leaves: Mapping[Path, Any], arguments: PyTree
+    ) -> None:
         from flax import nnx
 
         self.module = nnx.merge(graph, nnx.from_flat_state(list(leaves.items())))
         self.before = Contents.of(self.module)
-        for place, note in (watched or {}).items():
-            self.before.python.watch(place, note)
         self.out = asked.run(self.module, arguments)
         nnx.pop(self.module, nnx.Intermediate)  # what a call only reports is not kept
         self.after = Contents.of(self.module)
 
-    def results(self, places: Iterable[Path]) -> list[Any]:
-        """Arrays that the call gives, and what it leaves at these places of the module."""
-        out = [x for x in jax.tree.leaves(self.out) if isinstance(x, jax.Array | np.ndarray)]
-        return out + [raw(self.after.leaves[place]) for place in places]
+    def next(self, asked: NnxCall, values: Mapping[Path, Any], arguments: PyTree) -> _Call:
+        """The call after this one: of the module as it is now, its leaves filled anew."""
+        from flax import nnx
+
+        filled = asked.filled(values)
+        paths = {place: path for path, place in self.before.places(self.after).items()}
+        leaves = {
+            place: _with_value(leaf, filled[paths[place]] if place in paths else leaf)
+            for place, leaf in self.after.leaves.items()
+        }
+        return _Call(asked, nnx.graphdef(self.module), leaves, arguments)
+
+    def left_otherwise(self) -> dict[Place, str]:
+        """What it left otherwise, in words; not of arrays, of which a program tells."""
+        before, after = self.before, self.after
+        arrays = before.python.arrays.keys() & after.python.arrays.keys()
+        return {at: told for at, told in before.others(after).items() if at not in arrays}
+
+    def arrays(self) -> list[Any]:
+        """Arrays that the call gives, and what it leaves in the module."""
+        left = [raw(leaf) for leaf in self.after.leaves.values()]
+        every = [*jax.tree.leaves(self.out), *left, *self.after.python.arrays.values()]
+        return [x for x in every if isinstance(x, jax.Array | np.ndarray)]
 
 
 def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> None:
@@ -203,127 +218,48 @@ def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> N
 def _require_alike_again(asked: NnxCall, call: _Call, others: dict[Place, str]) -> None:
     """Refuses a call after which a later one may compute something else.
 
-    Further calls follow one as the step makes it, each with inputs of its own. Whatever is the same
-    after the second as after the first is so for good. What is not may be no matter to the third,
-    in which it is watched: a count that nothing else reads, a shape that is written before it is
-    read. If already the second reads nothing that the first changed, there needs no third.
+    A second call follows one as the step makes it, each with inputs of its own. If it leaves behind
+    what the first did, and computes of its inputs what the first did of its, so will all later
+    ones.
 
     Args:
         asked: the module, and how it is called.
         call: the call.
         others: what it left otherwise, in words.
     """
-    changed = call.before.python.changes(call.after.python)
-    soon = others.keys() == changed.keys() and not any(map(_is_seen, changed.values()))
-    for early in (True, False) if soon else (False,):
-        call.before.python.put_back()
-        runs = _Runs(asked, early)
-        if runs.alike() and not runs.read:
-            return
-    told = list(others.values())
-    why = "with that the next call would compute something else"
-    if runs.read:
-        told = [others.get(place, words) for place, words in runs.read.items()]
-        why = "a later call reads that, so that it may compute something else"
+    call.before.python.put_back()
+    flat, tree = jax.tree.flatten((dict(asked.values), asked.arguments))
+    traced = [i for i, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
+    again: dict[Place, str] = {}
+    found: list[list[Any]] = []
+
+    def both(*groups: list[Any]) -> list[list[Any]]:
+        given = [dict(zip(traced, group, strict=True)) for group in groups]
+        (values, arguments), following = (
+            jax.tree.unflatten(tree, [some.get(i, x) for i, x in enumerate(flat)]) for some in given
+        )
+        first = _Call(asked, asked.graph, asked.filled(values), arguments)
+        second = first.next(asked, *following)
+        again.update(second.left_otherwise())
+        found.extend((first.arrays(), second.arrays()))
+        return found
+
+    inputs = [flat[i] for i in traced]
+    program = jax.make_jaxpr(both)(inputs, inputs)
+    sizes = {len(arrays) for arrays in found}
+    if again:
+        why = f"and the next call something else again ({some_of(list(again.values()), 4)})"
+    elif len(sizes) > 1 or not repeats(program, len(inputs), *sizes):
+        why = "and with that the next call would compute something else"
+    else:
+        return
     raise StateError(
-        f"from_flax: a call of the module left behind {some_of(told, 4)}, and {why}; but here every"
-        " call begins at the module as it was given, so it would be lost. Make in __init__ what"
-        " the forward is to keep: submodules and parameters as they are, and a count or any other"
-        " state as an nnx.Variable (self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...]"
-        " += 1)"
+        f"from_flax: a call of the module left behind {some_of(list(others.values()), 4)}, {why};"
+        " but here every call begins at the module as it was given, so it would be lost. Make in"
+        " __init__ what the forward is to keep: submodules and parameters as they are, and a count"
+        " or any other state as an nnx.Variable (self.calls = nnx.Variable(jnp.int32(0)), then"
+        " self.calls[...] += 1)"
     )
-
-
-class _Runs:
-    """Calls of a module, one after the other, its leaves filled anew before each.
-
-    Args:
-        asked: the module, and how it is called.
-        early: whether the second call is the one that is watched.
-
-    Attributes:
-        results: what each gave.
-        read: what the last one read of what the first two left in different ways, in words.
-    """
-
-    def __init__(self, asked: NnxCall, early: bool) -> None:
-        self.asked, self.early = asked, early
-        self.results: list[list[Any]] = []
-        self.read: dict[Place, str] = {}
-        # By its path at first: where each leaf is now.
-        self._places = {path: path for path in asked.values}
-        self._calls: list[_Call] = []
-        # Of what is watched: between which two times it changed.
-        self._times: list[Held] = []
-
-    def alike(self) -> bool:
-        """Makes the calls; whether all compute the same of their inputs."""
-        flat, tree = jax.tree.flatten((dict(self.asked.values), self.asked.arguments))
-        traced = [i for i, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
-
-        def all_runs(*groups: list[Any]) -> PyTree:
-            for group in groups:
-                given = dict(zip(traced, group, strict=True))
-                self.add(*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(flat)]))
-            return self.results
-
-        inputs = [flat[i] for i in traced]
-        program = jax.make_jaxpr(all_runs)(*[inputs] * (2 if self.early else 3))
-        sizes = {len(jax.tree.leaves(result)) for result in self.results}
-        return len(sizes) == 1 and repeats(program, len(inputs), *sizes)
-
-    def add(self, values: Mapping[Path, Any], arguments: PyTree) -> None:
-        """One more call; none that would be watched, if nothing has changed."""
-        from flax import nnx
-
-        leaves = self.asked.filled(values)
-        if not self._calls:
-            call = _Call(self.asked, self.asked.graph, leaves, arguments)
-        else:
-            last = self._calls[-1]
-            here = {place: path for path, place in self._places.items()}
-            leaves = {
-                place: _with_value(leaf, leaves[here[place]] if place in here else leaf)
-                for place, leaf in last.after.leaves.items()
-            }
-            watched: dict[Place, Any] = {}
-            if len(self._times) == 2:
-                watched = self._watched()
-                if not watched or self.read:
-                    return
-            try:
-                call = _Call(self.asked, nnx.graphdef(last.module), leaves, arguments, watched)
-            except Exception:
-                if not watched:
-                    raise
-                # Stand-ins are for no operation of jax: one of them was read.
-                self.read = self.read or self._told
-                return
-        now = call.before.places(call.after)
-        self._places = {path: now[at] for path, at in self._places.items() if at in now}
-        self.results.append(call.results(self._places.values()))
-        self._times += [call.before.python] if self.early and not self._calls else []
-        self._times.append(call.after.python)
-        self._calls.append(call)
-
-    def _watched(self) -> dict[Place, Callable[[], None]]:
-        """What is another value than it was a call before, to be watched."""
-        changed = self._times[0].changes(self._times[1])
-        self._told = {place: _change(place, *pair) for place, pair in changed.items()}
-
-        def note(place: Place) -> Callable[[], None]:
-            return lambda: self.read.update({place: self._told[place]})
-
-        for place, pair in changed.items():
-            if _is_seen(pair):
-                note(place)()
-        return {place: note(place) for place in changed}
-
-
-def _is_seen(pair: tuple[Any, Any]) -> bool:
-    """Whether a change is seen without a reading: it came or went, or is of another type."""
-    was, now = pair
-    return type(was) is not type(now) or isinstance(was, type)
 
 
 def raw(leaf: Any) -> Any:
@@ -369,6 +305,8 @@ def _change(place: Place, was: Any, now: Any) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array {value.shape}"
     return value.__name__.split(".")[-1] if isinstance(value, type) else f"{value!r:.40}"
 
 

@@ -1,4 +1,4 @@
-"""What objects of Python hold: seen at one time, put back, and watched for whoever reads it.
+"""What objects of Python hold: seen at one time, compared with another, and put back.
 
 That is what attributes, containers and classes hold, in whatever holds them; not what a global
 variable, a closure or an iterator does.
@@ -7,10 +7,8 @@ variable, a closure or an iterator does.
 from __future__ import annotations
 
 import enum
-import operator
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,8 +40,6 @@ _OTHERS = frozenset(
 )
 # In what libraries themselves keep in classes.
 _INNER = ("__", "_abc_", "_pytree__", "_object__")
-# Where flax compares modules.
-_STRUCTURES = "flax.nnx.graphlib"
 # Larger arrays of NumPy are told by which they are.
 _LARGE = 2**20
 # What lies deeper is told by which it is, too: a chain of objects may have no end.
@@ -57,11 +53,13 @@ class Held:
         parts: by the path of each that holds something: values by name. Of what holds things
             itself, its type.
         owners: those objects.
+        arrays: jax's arrays among the values, of which a program tells what they are computed of.
     """
 
     def __init__(self) -> None:
         self.parts: dict[Path, dict[Any, Any]] = {}
         self.owners: dict[Path, Any] = {}
+        self.arrays: dict[Place, jax.Array] = {}
         self._kept: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
 
@@ -98,23 +96,13 @@ class Held:
         for owner, contents in self._kept:
             _write(owner, contents)
 
-    def watch(self, place: Place, note: Callable[[], None]) -> None:
-        """Puts a stand-in at a place, which calls `note` where its value is read."""
-        path, name = place
-        if path not in self.parts or name not in self.parts[path]:
-            note()  # it stands elsewhere now, where nobody would see
-            return
-        while issubclass(type(self.owners[path]), tuple):  # nobody can write there
-            path, name = path[:-1], path[-1]
-        owner = self.owners[path]
-        _put(owner, name, Watched(_get(owner, name), note))
-
     def _shown(self, value: Any, path: Path) -> Any:
         kind = type(value)
         if kind in ATOMS:
             return value
-        if issubclass(kind, jax.core.Tracer):
-            return jax.Array  # of which a program tells what it is computed of
+        if isinstance(value, jax.Array):
+            self.arrays[path[:-1], path[-1]] = value
+            return value
         if issubclass(kind, np.ndarray | set):
             if getattr(value, "nbytes", 0) > _LARGE:
                 return value
@@ -205,14 +193,6 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _get(owner: Any, name: Any) -> Any:
-    if issubclass(type(owner), dict | list | deque):
-        return owner[name]
-    if hasattr(owner, "set_metadata"):
-        return owner.get_metadata()[name]
-    return getattr(owner, name)
-
-
 def _put(owner: Any, name: Any, value: Any) -> None:
     if issubclass(type(owner), dict | list | deque):
         owner[name] = value
@@ -249,84 +229,3 @@ def _write(owner: Any, contents: Any) -> None:
             (type if isinstance(owner, type) else object).__delattr__(owner, name)
         for name, value in contents.items():
             _put(owner, name, value)
-
-
-class Watched:
-    """A stand-in for a value: what is computed of it and of numbers alone is watched, too.
-
-    All else that tells something of the value is a reading.
-
-    Args:
-        value: the value.
-        note: called at each reading.
-    """
-
-    __slots__ = ("_note", "_value")
-
-    def __init__(self, value: Any, note: Callable[[], None]) -> None:
-        object.__setattr__(self, "_value", value)
-        object.__setattr__(self, "_note", note)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._value)
-
-    def __getattr__(self, name: str) -> Any:
-        # What is only put into a container is not read.
-        if name not in ("add", "append", "appendleft", "clear", "extend"):
-            self._note()
-        return getattr(self._value, name)
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self._value[name] = value
-
-    def __eq__(self, other: object) -> bool:
-        # Of a module that it cuts out, flax asks whether it has seen the like of it before.
-        if sys._getframe(1).f_globals.get("__name__") == _STRUCTURES:
-            return self is other
-        self._note()
-        return bool(self._value == (other._value if type(other) is Watched else other))
-
-    __hash__ = object.__hash__
-
-
-def _computed(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
-    def apply(self: Watched, *others: Any) -> Any:
-        plain = [x._value if type(x) is Watched else x for x in others]
-        numbers = all(issubclass(type(x), int | float | np.number) for x in (self._value, *plain))
-        values = [*plain, self._value] if swapped else [self._value, *plain]
-        if numbers:
-            return Watched(function(*values), self._note)
-        self._note()
-        return function(*values)
-
-    return apply
-
-
-def _read(function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Watched, *others: Any) -> Any:
-        self._note()
-        return function(self._value, *(x._value if type(x) is Watched else x for x in others))
-
-    return apply
-
-
-def _define() -> None:
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():  # noqa: SIM905
-        function = getattr(operator, f"__{name}__")
-        setattr(Watched, f"__{name}__", _computed(function, swapped=False))
-        setattr(Watched, f"__r{name}__", _computed(function, swapped=True))
-    for name in ("neg", "pos", "abs"):
-        setattr(Watched, f"__{name}__", _computed(getattr(operator, name), swapped=False))
-    readings: dict[str, Callable[..., Any]] = {
-        "bool": bool, "int": int, "float": float, "complex": complex, "index": operator.index,
-        "round": round, "str": str, "repr": repr, "format": format, "bytes": bytes, "len": len,
-        "iter": iter, "next": next, "reversed": reversed, "contains": operator.contains,
-        "getitem": operator.getitem, "call": lambda function, *args: function(*args),
-        **{name: getattr(operator, name) for name in ("ne", "lt", "le", "gt", "ge")},
-    }  # fmt: skip
-    for name, function in readings.items():
-        setattr(Watched, f"__{name}__", _read(function))
-
-
-_define()
