@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -33,6 +34,7 @@ def test_every_byte_of_a_file_is_on_one_side_of_the_split(texts: list[Path]) -> 
     rest = b"".join(path.read_bytes() + b"\0" for path in sorted(texts) if path != held_out)
     assert train == rest[: len(rest) // 16 * 16]
     assert corpus.num_files == (2, 1)
+    assert re.fullmatch(r"text .* from 2 files; .* from 1", corpus.describe())
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_arguments(texts: list[Path]) -> None:

@@ -93,6 +93,7 @@ def test_malformed_csv_names_file_row_and_cell(tmp_path, text, message):
         ("[]", "expected an object with format 'fzero.schedule/1', got 'list'"),
         ('{"format": "other"}', "got 'other'"),
         ('{"format": "fzero.schedule/1", "ranks": 3}', "list of lists"),
+        ('{"format": "fzero.schedule/1", "ranks": [["0F0"], "0B0"]}', "list of lists"),
         ('{"format": "fzero.schedule/1", "ranks": [["0F0", 7]]}', r"rank 0\), cell 2: .*got 7"),
         ('{"format": "fzero.schedule/1", "ranks": [["0F0"], ["F"]]}', r"rank 1\), cell 1"),
     ],

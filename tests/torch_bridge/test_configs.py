@@ -81,6 +81,9 @@ def test_rates_are_those_of_deepspeed(case):
         # DeepSpeed's own kernels decay nothing unless they are told to.
         ("AdamW", {"lr": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0)),
         ("Adam", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
+        # PyTorch's own Adam decays nothing either, only its AdamW does.
+        ("Adam", {"lr": 0.1, "torch_adam": True, "adam_w_mode": False},
+         lambda p: torch.optim.Adam(p, lr=0.1)),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
          lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)),
     ],

@@ -453,11 +453,14 @@ def test_a_missing_pixel_stays_where_it_is(how):
     """In depth maps and masks; the matrices of resizing spread it over the image."""
     x = torch.arange(36.0).reshape(1, 1, 6, 6)
     x[..., 1, 2], x[..., 5, 5] = NAN, INF
+    first = x.clone()
+    first[..., 0, 0] = INF  # taps that an edge cuts off read the first pixel and leave it out
     smooth = {"mode": "bilinear", "antialias": True}
     options = smooth if how == "smooth" else {"mode": how, "align_corners": False}
     agree_all(
         (lambda x: F.interpolate(x, (4, 4), **options), x),
         (lambda x: F.interpolate(x, (11, 7), **options), x),
+        (lambda x: F.interpolate(x, (4, 4), **options), first),
     )
 
 
@@ -472,6 +475,11 @@ def test_a_missing_pixel_stays_in_its_windows():
 def test_what_a_segment_begins_with_shares_no_gradient_with_its_equals(kind):
     x, lengths = torch.tensor([1.0, 1, 1, 2, 1, 0, 0]), torch.tensor([3, 0, 4])
     agree(lambda x: torch.segment_reduce(x, kind, lengths=lengths, initial=1.0), x)
+
+
+def test_of_equal_values_the_first_is_the_maximum_of_its_window():
+    x = torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # row by row, not column by column
+    agree(lambda x: F.adaptive_max_pool2d(x[None], 1), x)
 
 
 def test_an_infinite_maximum_goes_back_to_its_place():

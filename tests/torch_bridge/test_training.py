@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fzero as fz
 import torch_bridge as tb
+from torch_bridge.mean_loss import require_mean
 
 
 class Pair(NamedTuple):
@@ -353,8 +354,10 @@ def test_what_is_changed_on_the_way_is_said_and_a_loss_for_each_row_refused() ->
     plan = fz.Plan(data=1)
     with pytest.warns(UserWarning, match=r"fit: `0.bias.requires_grad`.*, tau changed while"):
         tb.fit(module, batches(), SUMMED, optimizer=sgd, on_step=anneal, plan=plan)
-    with pytest.raises(fz.ConversionError, match=r"the loss has 1 dim.*reduction=.mean"):
-        tb.fit(module, batches(), nn.CrossEntropyLoss(reduction="none"), optimizer=sgd, plan=plan)
+    each = nn.CrossEntropyLoss(reduction="none")
+    for loss in (each, lambda out, y: each(out, y).mean(0, keepdim=True)):
+        with pytest.raises(fz.ConversionError, match=r"the loss has 1 dim.*reduction=.mean"):
+            tb.fit(module, batches(), loss, optimizer=sgd, plan=plan)
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
@@ -398,6 +401,14 @@ def test_rows_that_count_differently_are_said(loss: Any, labels: Any, said: bool
         tb.fit(module, [(torch.ones(16, 4), labels)], loss, optimizer=optimizer)
     told = [str(one.message) for one in seen if "rows" in str(one.message)]
     assert ["rows count differently" in text for text in told] == [True] * said, told
+
+
+def test_rows_that_fill_no_share_say_nothing_of_a_loss() -> None:
+    """Of 17 rows 8 devices have two each: the mean of theirs is that of 16."""
+    example = torch.ones(17, 4), torch.arange(17) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert require_mean(nn.Linear(4, 3), nn.CrossEntropyLoss(), example, 8)
 
 
 def test_hooks_of_the_module_come_before_the_loss() -> None:

@@ -237,7 +237,8 @@ def test_an_optimizer_that_cannot_take_a_file_is_refused(
     state = fz.init(own.model(cases.mean_square), cases.optax_adamw(), PLAN)
     refused = {
         "expected an Adam or AdamW": torch.optim.SGD(module.parameters()),
-        "without amsgrad": torch.optim.Adam(module.parameters(), amsgrad=True),
+        # Of a group alone: the defaults of the optimizer say nothing of it.
+        "without amsgrad": torch.optim.Adam([{"params": module.parameters(), "amsgrad": True}]),
         "group 0, parameter 0: it is no parameter of": torch.optim.AdamW(cases.net().parameters()),
         "moments of .*'inner.weight'": torch.optim.AdamW([module.again.weight]),
     }
