@@ -140,12 +140,14 @@ def test_trip_counts_without_annotation(loop: Any) -> None:
     assert hlo.collectives(bare) == hlo.collectives(text)
 
 
+def _while(x: Any) -> Any:
+    """A loop of unknown length."""
+    return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: _gather(x @ x[:COLS]), x)
+
+
 @needs_8_devices
 def test_a_loop_of_unknown_length_is_not_one() -> None:
-    def body(x: Any) -> Any:
-        return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: _gather(x @ x[:COLS]), x)
-
-    text = _compile(body)
+    text = _compile(_while)
     (gather,) = hlo.collectives(text)
     assert gather.times is None
     assert gather.in_loop
@@ -161,12 +163,15 @@ def test_a_loop_of_unknown_length_is_not_one() -> None:
 def test_conditional_counts_the_branch_that_communicates_most() -> None:
     def body(x: Any) -> Any:
         x = lax.cond(x[0, 0] > 0, _loop(_reduce, 3), _gather, x)
-        return lax.switch(x[0, 1].astype(jnp.int32), [jnp.sin, _permute, _loop(_gather, 2)], x)
+        x = lax.switch(x[0, 1].astype(jnp.int32), [jnp.sin, _permute, _loop(_gather, 2)], x)
+        # What may go on for ever is more than all that is counted.
+        return lax.cond(x[0, 2] > 0, _loop(_reduce, 3), _while, x)
 
     found = hlo.collectives(_compile(body))
     assert [(c.kind, c.times, c.conditional) for c in found] == [
         ("all-reduce", 3, True),
         ("all-gather", 2, True),
+        ("all-gather", None, True),
     ]
 
 
