@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import fzero as fz
+from support.drawn import drawn
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _init_block(size: Size):
         keys = iter(jax.random.split(rng, 4))
 
         def dense(n, m):
-            return {"w": 0.05 * jax.random.normal(next(keys), (n, m)), "b": jnp.zeros(m)}
+            return {"w": 0.05 * drawn(next(keys), (n, m)), "b": jnp.zeros(m)}
 
         def norm():
             return {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
@@ -94,8 +95,8 @@ def gpt(size: Size = Size(), dropout: float = 0.0, given=None) -> fz.Model:
     def init_embed(rng):
         tokens, positions = jax.random.split(rng)
         return {
-            "tokens": 0.05 * jax.random.normal(tokens, (size.vocab, size.d)),
-            "positions": 0.05 * jax.random.normal(positions, (size.seq, size.d)),
+            "tokens": 0.05 * drawn(tokens, (size.vocab, size.d)),
+            "positions": 0.05 * drawn(positions, (size.seq, size.d)),
         }
 
     def head(p, x, ctx):
