@@ -1,8 +1,7 @@
 """Calls of nnx modules: what one writes that no state keeps is refused while it is traced.
 
 A step keeps a module's buffers and updates its parameters. All else that a call leaves behind is
-gone before the next one, which begins at the module as it was given. So that may only be what
-every call leaves alike, and with which the next one computes what the first did.
+gone before the next one, which begins at the module as it was given. So it leaves nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 
 from fzero.errors import StateError, some_of
-from fzero.programs.repeats import repeats
 from fzero.programs.unchanged import unchanged
 from fzero.python_state import ATOMS, Held, Path, Place
 from fzero.tree import PyTree
@@ -88,26 +86,18 @@ class Contents:
                 python.note(path[:-1], path[-1], shown)
         return cls(leaves, {path: raw(leaf) for path, leaf in leaves.items()}, python)
 
-    def places(self, after: Contents) -> dict[Path, Path]:
-        """The paths of these leaves at a later time, but for those that are gone.
-
-        A variable that a module holds at two places may have another path by then.
-        """
-        now = {id(leaf): path for path, leaf in after.leaves.items()}
-        found = {path: now.get(id(leaf), path) for path, leaf in self.leaves.items()}
-        return {path: place for path, place in found.items() if place in after.leaves}
-
     def later(self, after: Contents) -> dict[Path, Any]:
         """These leaves as they are at a later time, but for those that are gone."""
-        return {path: after.leaves[place] for path, place in self.places(after).items()}
+        return {path: after.leaves[path] for path in self.leaves if path in after.leaves}
 
-    def others(self, after: Contents) -> dict[Place, str]:
+    def others(self, after: Contents) -> list[str]:
         """What came, went or is another value of Python at a later time, in words."""
         changed = self.python.changes(after.python)
-        told = {place: _change(place, *pair) for place, pair in changed.items()}
-        for path, was in self._moved(after).items():
-            told[path[:-1], path[-1]] = f"{_named(path)}: its own, then that of {_named(was)}"
-        return told
+        moved = self._moved(after)
+        return [
+            *(_change(place, *pair) for place, pair in changed.items()),
+            *(f"{_named(x)}: its own, then that of {_named(was)}" for x, was in moved.items()),
+        ]
 
     def _moved(self, after: Contents) -> dict[Path, Path]:
         """Where leaves have changed places: by path, where its later leaf was before."""
@@ -124,22 +114,33 @@ def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path
         params: the paths of the module's parameters.
 
     Returns:
-        What the call gives, and by path each leaf that the module then still has.
+        What the call gives, and its leaves by path.
 
     Raises:
-        StateError: the call wrote parameters, or left something behind, other than values of its
-            leaves, which a later call would read.
+        StateError: the call wrote parameters, or left something behind other than values of its
+            leaves.
     """
-    call = _Call(asked, asked.graph, asked.filled(asked.values), asked.arguments)
-    held = call.before.later(call.after)
-    if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
-        _require_unwritten(call, asked, params)
+    came = Held.of(asked.arguments)
+    call = _Call(asked, asked.filled(asked.values))
     others = call.before.others(call.after)
     if others:
+        call.before.python.put_back()  # the module itself is never changed
+        raise StateError(
+            f"from_flax: a call of the module left behind {some_of(others, 4)}, which would be"
+            " lost: here a forward writes nnx.Variables alone, and every call begins at the module"
+            " as it was given. Make in __init__ what the forward is to keep, as an nnx.Variable (a"
+            " count: self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...] += 1), tables,"
+            " submodules and modes as they are to be; what is only reported is returned, or noted"
+            " in an nnx.Intermediate (self.weights = nnx.Intermediate(weights))"
+        )
+    held = call.before.later(call.after)
+    if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
+        left = Held.of(asked.arguments)
+        came.put_back()  # the call is made once more
         try:
-            _require_alike_again(asked, call, others)
+            _require_unwritten(call, asked, params)
         finally:
-            call.before.python.put_back()  # the module itself is never changed
+            left.put_back()
     return call.out, held
 
 
@@ -148,45 +149,21 @@ class _Call:
 
     Args:
         asked: the module and how it is called.
-        graph: its structure, which may be that after an earlier call.
         leaves: its leaves by path.
-        arguments: those of the call.
     """
 
-    def __init__(
-        self, asked: NnxCall, graph: Any, leaves: Mapping[Path, Any], arguments: PyTree
-    ) -> None:
+    def __init__(self, asked: NnxCall, leaves: Mapping[Path, Any]) -> None:
         from flax import nnx
 
-        self.module = nnx.merge(graph, nnx.from_flat_state(list(leaves.items())))
-        self.before = Contents.of(self.module)
-        self.out = asked.run(self.module, arguments)
-        nnx.pop(self.module, nnx.Intermediate)  # what a call only reports is not kept
-        self.after = Contents.of(self.module)
-
-    def next(self, asked: NnxCall, values: Mapping[Path, Any], arguments: PyTree) -> _Call:
-        """The call after this one: of the module as it is now, its leaves filled anew."""
-        from flax import nnx
-
-        filled = asked.filled(values)
-        paths = {place: path for path, place in self.before.places(self.after).items()}
-        leaves = {
-            place: _with_value(leaf, filled[paths[place]] if place in paths else leaf)
-            for place, leaf in self.after.leaves.items()
-        }
-        return _Call(asked, nnx.graphdef(self.module), leaves, arguments)
-
-    def left_otherwise(self) -> dict[Place, str]:
-        """What it left otherwise, in words; not of arrays, of which a program tells."""
-        before, after = self.before, self.after
-        arrays = before.python.arrays.keys() & after.python.arrays.keys()
-        return {at: told for at, told in before.others(after).items() if at not in arrays}
-
-    def arrays(self) -> list[Any]:
-        """Arrays that the call gives, and what it leaves in the module."""
-        left = [raw(leaf) for leaf in self.after.leaves.values()]
-        every = [*jax.tree.leaves(self.out), *left, *self.after.python.arrays.values()]
-        return [x for x in every if isinstance(x, jax.Array | np.ndarray)]
+        module = nnx.merge(asked.graph, nnx.from_flat_state(list(leaves.items())))
+        self.before = Contents.of(module)
+        try:
+            self.out = asked.run(module, asked.arguments)
+            nnx.pop(module, nnx.Intermediate)  # what a call only reports is not kept
+            self.after = Contents.of(module)
+        except BaseException:
+            self.before.python.put_back()
+            raise
 
 
 def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> None:
@@ -198,7 +175,7 @@ def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> N
 
     def values_after(values: list[Any]) -> list[Any]:
         given = {**asked.values, **dict(zip(params, values, strict=True))}
-        again = _Call(asked, asked.graph, asked.filled(given), asked.arguments)
+        again = _Call(asked, asked.filled(given))
         held = again.before.later(again.after)
         return [raw(held[path]) if path in held else 0 for path in params]
 
@@ -213,53 +190,6 @@ def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> N
             " optax; make what the forward is to keep an nnx.BatchStat, or another nnx.Variable"
             " that is no nnx.Param"
         )
-
-
-def _require_alike_again(asked: NnxCall, call: _Call, others: dict[Place, str]) -> None:
-    """Refuses a call after which a later one may compute something else.
-
-    A second call follows one as the step makes it, each with inputs of its own. If it leaves behind
-    what the first did, and computes of its inputs what the first did of its, so will all later
-    ones.
-
-    Args:
-        asked: the module, and how it is called.
-        call: the call.
-        others: what it left otherwise, in words.
-    """
-    call.before.python.put_back()
-    flat, tree = jax.tree.flatten((dict(asked.values), asked.arguments))
-    traced = [i for i, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
-    again: dict[Place, str] = {}
-    found: list[list[Any]] = []
-
-    def both(*groups: list[Any]) -> list[list[Any]]:
-        given = [dict(zip(traced, group, strict=True)) for group in groups]
-        (values, arguments), following = (
-            jax.tree.unflatten(tree, [some.get(i, x) for i, x in enumerate(flat)]) for some in given
-        )
-        first = _Call(asked, asked.graph, asked.filled(values), arguments)
-        second = first.next(asked, *following)
-        again.update(second.left_otherwise())
-        found.extend((first.arrays(), second.arrays()))
-        return found
-
-    inputs = [flat[i] for i in traced]
-    program = jax.make_jaxpr(both)(inputs, inputs)
-    sizes = {len(arrays) for arrays in found}
-    if again:
-        why = f"and the next call something else again ({some_of(list(again.values()), 4)})"
-    elif len(sizes) > 1 or not repeats(program, len(inputs), *sizes):
-        why = "and with that the next call would compute something else"
-    else:
-        return
-    raise StateError(
-        f"from_flax: a call of the module left behind {some_of(list(others.values()), 4)}, {why};"
-        " but here every call begins at the module as it was given, so it would be lost. Make in"
-        " __init__ what the forward is to keep: submodules and parameters as they are, and a count"
-        " or any other state as an nnx.Variable (self.calls = nnx.Variable(jnp.int32(0)), then"
-        " self.calls[...] += 1)"
-    )
 
 
 def raw(leaf: Any) -> Any:
@@ -292,11 +222,6 @@ def for_flax_alone(variable: Any, value: Any) -> Any:
             " module (nnx.Variable(jax.random.key(3)), nnx.Variable(jnp.int32(0)))"
         )
     return value
-
-
-def _with_value(leaf: Any, other: Any) -> Any:
-    """A leaf that may be written where this is called, with what another one holds."""
-    return leaf.replace(raw(other)) if hasattr(leaf, "get_raw_value") else other
 
 
 def _change(place: Place, was: Any, now: Any) -> str:

@@ -1,14 +1,18 @@
 """What objects of Python hold: seen at one time, compared with another, and put back.
 
-That is what attributes, containers and classes hold, in whatever holds them; not what a global
-variable, a closure or an iterator does.
+That is what attributes, containers, closures, classes and generators of random numbers hold, in
+whatever holds them; not what a global variable or an iterator does.
 """
 
 from __future__ import annotations
 
 import enum
+import pickle
+import random
+import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,6 +48,8 @@ _INNER = ("__", "_abc_", "_pytree__", "_object__")
 _LARGE = 2**20
 # What lies deeper is told by which it is, too: a chain of objects may have no end.
 _DEEP = 50
+# What holds others and is told by which it is.
+_FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinMethodType | partial
 
 
 class Held:
@@ -53,22 +59,27 @@ class Held:
         parts: by the path of each that holds something: values by name. Of what holds things
             itself, its type.
         owners: those objects.
-        arrays: jax's arrays among the values, of which a program tells what they are computed of.
     """
 
     def __init__(self) -> None:
         self.parts: dict[Path, dict[Any, Any]] = {}
         self.owners: dict[Path, Any] = {}
-        self.arrays: dict[Place, jax.Array] = {}
-        self._kept: list[tuple[Any, Any]] = []
+        self._kept: list[Callable[[], None]] = []
         self._seen: set[int] = set()
+
+    @classmethod
+    def of(cls, value: Any) -> Held:
+        """What one object holds."""
+        held = cls()
+        held.note((), "", value)
+        return held
 
     def add(self, path: Path, owner: Any) -> None:
         """An object whose parts are told one by one."""
         self.owners[path] = owner
         self.parts.setdefault(path, {})
         if _resizes(owner):
-            self._kept.append((owner, _contents(owner)))
+            self._kept.append(partial(_write, owner, _contents(owner)))
         self._add_classes(type(owner))
 
     def note(self, path: Path, name: Any, value: Any) -> None:
@@ -82,7 +93,7 @@ class Held:
             now = after.parts.get(path)
             if now is None:  # its own place tells
                 continue
-            if was.keys() != now.keys() and _resizes(self.owners.get(path)):
+            if list(was) != list(now) and _resizes(self.owners.get(path)):
                 found[path[:-1], path[-1]] = (_whole(was), _whole(now))
                 continue
             for name in {**was, **now}:
@@ -93,20 +104,23 @@ class Held:
 
     def put_back(self) -> None:
         """Gives objects what they held; not those that were told one part after the other."""
-        for owner, contents in self._kept:
-            _write(owner, contents)
+        for write in self._kept:
+            write()
 
     def _shown(self, value: Any, path: Path) -> Any:
         kind = type(value)
         if kind in ATOMS:
             return value
         if isinstance(value, jax.Array):
-            self.arrays[path[:-1], path[-1]] = value
             return value
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            state, write = _random(value)
+            self._kept.append(partial(write, state))
+            return pickle.dumps(state)
         if issubclass(kind, np.ndarray | set):
             if getattr(value, "nbytes", 0) > _LARGE:
                 return value
-            self._kept.append((value, value.copy()))
+            self._kept.append(partial(_write, value, value.copy()))
             return value.copy()
         contents = _contents(value) if len(path) < _DEEP else None
         if contents is None:
@@ -114,13 +128,13 @@ class Held:
         if id(value) not in self._seen:
             self._seen.add(id(value))
             self.owners[path] = value
-            self._kept.append((value, contents))
+            self._kept.append(partial(_write, value, contents))
             self.parts[path] = {
                 name: x if type(x) in ATOMS else self._shown(x, (*path, name))
                 for name, x in contents.items()
             }
             self._add_classes(kind)
-        return kind
+        return value if isinstance(value, _FUNCTIONS) else kind
 
     def _add_classes(self, kind: type) -> None:
         for one in kind.__mro__:
@@ -130,7 +144,7 @@ class Held:
             contents = _contents_of_class(one)
             path = (f"class {one.__name__}",)
             self.owners[path] = one
-            self._kept.append((one, contents))
+            self._kept.append(partial(_write, one, contents))
             for name, value in contents.items():
                 self.note(path, name, value)
 
@@ -146,20 +160,48 @@ def _contents(value: Any) -> dict[Any, Any] | None:
         return dict(value)
     if issubclass(kind, list | tuple | deque):
         return dict(enumerate(value))
-    if _is_other(kind) or issubclass(kind, type | enum.Enum):
+    if isinstance(value, _FUNCTIONS):
+        return _contents_of_function(value)
+    if _is_other(kind) or issubclass(kind, type | enum.Enum) or hasattr(kind, "set_metadata"):
         return None
     own = dict(getattr(value, "__dict__", {}))
     return {**own, **{name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}}
 
 
+def _contents_of_function(function: Any) -> dict[Any, Any]:
+    """What a closure, a method or a partial call holds."""
+    if isinstance(function, partial):
+        return {name: getattr(function, name) for name in ("func", "args", "keywords")}
+    if not isinstance(function, types.FunctionType):
+        return {"__self__": function.__self__}
+    if str(function.__module__).split(".")[0] in _OTHERS:
+        return {}
+    return {name: cell.cell_contents for name, cell in _cells(function).items()}
+
+
+def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
+    """The cells of a closure that hold something, by name."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return {name: cell for name, cell in cells.items() if cell != types.CellType()}
+
+
+def _random(generator: Any) -> tuple[Any, Callable[[Any], None]]:
+    """The state of a generator of random numbers, and what sets it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate(), generator.setstate
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(), generator.set_state
+    bits = generator.bit_generator
+    return bits.state, partial(setattr, bits, "state")
+
+
 def _slots(kind: type) -> Iterator[str]:
     for one in kind.__mro__:
         slots = vars(one).get("__slots__", ())
-        yield from (
-            name
-            for name in ((slots,) if isinstance(slots, str) else slots)
-            if name not in ("__dict__", "__weakref__")
-        )
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{one.__name__.lstrip('_')}{name}" if private else name
 
 
 def _contents_of_class(kind: type) -> dict[str, Any]:
@@ -167,7 +209,7 @@ def _contents_of_class(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if not name.startswith(_INNER) and not callable(value) and not hasattr(value, "__get__")
+        if not name.startswith(_INNER) and not hasattr(value, "__get__")
     }
 
 
@@ -185,6 +227,8 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):  # 1 and True, 1 and 1.0 are not
         return False
+    if isinstance(a, float):  # not a number is the same, 0 and -0 are not
+        return repr(a) == repr(b)
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     try:
@@ -198,6 +242,8 @@ def _put(owner: Any, name: Any, value: Any) -> None:
         owner[name] = value
     elif hasattr(owner, "set_metadata"):  # a variable of nnx, of which this is
         owner.set_metadata(name, value)
+    elif isinstance(owner, types.FunctionType):
+        _cells(owner)[name].cell_contents = value
     elif isinstance(owner, type):
         setattr(owner, name, value)
     else:
@@ -216,7 +262,7 @@ def _write(owner: Any, contents: Any) -> None:
         return
     now = _contents_of_class(owner) if isinstance(owner, type) else _contents(owner)
     assert now is not None
-    if now.keys() == contents.keys() and all(now[name] is contents[name] for name in now):
+    if list(now) == list(contents) and all(now[name] is contents[name] for name in now):
         return
     if isinstance(owner, dict):
         owner.clear()

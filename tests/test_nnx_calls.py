@@ -122,17 +122,15 @@ class Jitted(Block):
 
 
 class Reports(Block):
-    """Writes what it does not read before it has written it."""
+    """Writes what is not kept."""
 
     def __call__(self, x):
-        self.rows, self.first = x.shape[0], x
-        self.last = nnx.Variable(super().__call__(x))
         self.seen_by = nnx.Intermediate(x)
-        return self.last[...] * self.rows / 3
+        return super().__call__(x)
 
 
 class Alias(Block):
-    """Holds its parts at another path after a call, which sorts before theirs."""
+    """Holds its parts at another path after a call."""
 
     def __call__(self, x):
         self.a, self.b = self.norm, self.dense
@@ -211,14 +209,15 @@ def test_a_write_of_a_parameter_is_refused(make, where):
         (Swaps, "dense/bias: its own, then that of other/bias,"),
         (SwapsBuffers, "a: its own, then that of b,"),
         (Grows, "more: nothing, then Linear,"), (KeepsATable, "table: nothing, then Variable,"),
+        (Alias, "dense: Linear, then nothing,"), (SetsAMode, "norm/use_running_average: False, t"),
     ],
 )  # fmt: skip
-def test_what_the_next_call_would_miss_is_refused(make, what):
+def test_what_would_be_lost_is_refused(make, what):
     with pytest.raises(fz.StateError, match=rf"left behind {what}.*nnx.Variable\(jnp.int32"):
         called(make)
 
 
-@pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Alias, SetsAMode, Stacked])
+@pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Stacked])
 def test_what_is_no_write_is_taken(make):
     """With the numbers of the module itself."""
     value, grads, new = called(make)
@@ -227,7 +226,6 @@ def test_what_is_no_write_is_taken(make):
     own, own_grads = nnx.value_and_grad(lambda m: jnp.mean(m(ROWS) ** 2))(module)
     np.testing.assert_allclose(value, own, 1e-6)
 
-    # By last name: the module's own call may have given some of its parts another path.
     for found, state in ((grads, own_grads), (new, nnx.state(module, nnx.BatchStat))):
         flat = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
         for path, leaf in jax.tree_util.tree_leaves_with_path(found):

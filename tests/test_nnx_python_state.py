@@ -1,5 +1,8 @@
-"""Values of Python that an nnx module's forward writes: alike in every call, or refused."""
+"""Values of Python that an nnx module's forward writes are refused, wherever they stand."""
 
+import collections
+import functools
+import random
 import types
 
 import jax
@@ -17,181 +20,157 @@ ROWS = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
 
 
 class Slots:
-    __slots__ = ("n",)
+    __slots__ = ("__own", "n")
+
+    def count(self):
+        self.__own = getattr(self, "_Slots__own", 0) + 1
 
 
-def made(forward):
-    """A module that holds all kinds of things, and has this forward."""
+def counter():
+    n = 0
 
-    class Holds(nnx.Module):
-        shared = 0
+    def count():
+        nonlocal n
+        n += 1
+        return n
 
-        def __init__(self):
-            self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-            self.norm = nnx.BatchNorm(WIDTH, axis_name=("replica", "data"), rngs=nnx.Rngs(0))
-            self.held, self.n, self.flag = nnx.BatchStat(jnp.ones(()), tag=0), 0, True
-            self.table, self.rows, self.pair = nnx.data(None), None, (0, [0])
-            self.slots, self.seen, self.named = Slots(), [], {"deep": {"n": 0}}
-            self.slots.n = 0
-            self.own = types.SimpleNamespace(n=0, deep=types.SimpleNamespace(n=0), table=np.ones(2))
-            self.own.a = self.own.b = jnp.zeros(())
+    return count
 
-        __call__ = forward
 
-    return Holds()
+class Holds(nnx.Module):
+    """A module that holds all kinds of things."""
+
+    shared = types.SimpleNamespace(n=0)
+
+    def __init__(self, forward):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(WIDTH, axis_name=("replica", "data"), rngs=nnx.Rngs(0))
+        self.held, self.n, self.flag = nnx.BatchStat(jnp.ones(()), tag=0), 0, True
+        self.nan, self.zero = float("nan"), 0.0
+        self.table, self.seen, self.named = nnx.data(None), [], {"deep": {"n": 0}}
+        self.slots, self.count, self.part = Slots(), counter(), functools.partial(dict, a=[])
+        self.slots.n = 0
+        self.own = types.SimpleNamespace(n=0, deep=types.SimpleNamespace(n=0), table=np.ones(2))
+        self.own.order = collections.OrderedDict(a=1, b=2)
+        self.own.last, self.hook = jnp.zeros(()), self.own.deep.__setattr__
+        self.drawn, self.legacy = np.random.default_rng(0), np.random.RandomState(0)
+        self.python = random.Random(0)
+        self.forward = forward
+
+    def __call__(self, x):
+        self.forward(self, x)
+        return self.dense(x)
 
 
 def loss(forward, batch):
     return jnp.mean(forward(batch) ** 2)
 
 
-def add_to(path, by=1):
-    """Counts at a place: attributes, items and metadata on the way to it."""
-    *way, last = path.split(".")
-
-    def add(module):
-        owner = module
-        for name in way:
-            owner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        if isinstance(owner, dict):
-            owner[last] += by
-            return owner[last]
-        if isinstance(owner, nnx.Variable):
-            owner.set_metadata(tag=owner.get_metadata()["tag"] + by)
-            return owner.get_metadata()["tag"]
-        setattr(owner, last, getattr(owner, last) + by)
-        return getattr(owner, last)
-
-    return add
-
-
-PLACES = {
-    "n": "n: 0, then 1", "own.n": "own/n: 0, then 1", "own.deep.n": "own/deep/n: 0, then 1",
-    "slots.n": "slots/n: 0, then 1", "named.deep.n": "named/deep/n: 0, then 1",
-    "held.tag": "held/tag: 0, then 1", "__class__.shared": "class Holds/shared: 0, then 1",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_counts_are_refused(place):
-    """Whatever they stand in, and whoever reads them, if anybody; they stay as they were."""
-    add = add_to(place)
-
-    def counts(self, x):
-        add(self)
-        return self.dense(x)
-
-    module = made(counts)
+def called(module, loss=loss):
     model = fz.from_flax(module, loss)
     params, buffers = model.init
-    with pytest.raises(fz.StateError, match=f"{PLACES[place]}, and the next call something else"):
-        model.loss(params, buffers, ROWS, jax.random.key(0), True)
-    # That call of the module itself was the first one that counted.
-    loss(module, ROWS)
-    assert add_to(place, by=0)(module) == 1
+    value, *_ = model.loss(params, buffers, ROWS, jax.random.key(0), True)
+    return value.total / value.count
 
 
-def keeps_a_table(self, x):
-    if self.table is None:
-        self.table = jnp.tril(jnp.ones((WIDTH, WIDTH)))
-    return self.dense(x) @ self.table
+def add(owner, name="n"):
+    setattr(owner, name, getattr(owner, name) + 1)
 
 
-def keeps_a_width(self, x):
-    self.rows = self.rows or x.shape[-1]
-    return self.dense(x) / self.rows
+WRITES = {
+    "n: 0, then 1": lambda self, x: add(self),
+    "own/n: 0, then 1": lambda self, x: add(self.own),
+    "own/deep/n: 0, then 1": lambda self, x: add(self.own.deep),
+    "slots/n: 0, then 1": lambda self, x: add(self.slots),
+    "slots/_Slots__own: nothing, then 1": lambda self, x: self.slots.count(),
+    "named/deep/n: 0, then 1": lambda self, x: self.named["deep"].update(n=1),
+    r"own/order: \{'a': 1, 'b': 2\}, then \{'b': 2, 'a': 1\}": lambda self, x: (
+        self.own.order.move_to_end("a")
+    ),
+    r"seen: \[\], then \[1\]": lambda self, x: self.seen.append(1),
+    "held/tag: 0, then 1": lambda self, x: self.held.set_metadata(tag=1),
+    "class Holds/shared/n: 0, then 1": lambda self, x: add(Holds.shared),
+    "count/n: 0, then 1": lambda self, x: self.count(),
+    r"part/keywords/a: \[\], then \[1\]": lambda self, x: self.part()["a"].append(1),
+    "hook/__self__/n: 0, then 1|own/deep/n: 0, then 1": lambda self, x: self.hook("n", 1),
+    "zero: 0.0, then -0.0": lambda self, x: setattr(self, "zero", -self.zero),
+    "flag: True, then False": lambda self, x: setattr(self, "flag", False),
+    "table: nothing, then Array": lambda self, x: setattr(self, "table", x + 1),
+    r"own/last: an array \(\), then an array \(4, 4\)": lambda self, x: setattr(
+        self.own, "last", x
+    ),
+    r"own/table: an array \(2,\)": lambda self, x: self.own.table.__iadd__(1),
+    "drawn: b'.*then b'": lambda self, x: self.drawn.random(),
+    "legacy: b'.*then b'": lambda self, x: self.legacy.rand(),
+    "python: b'.*then b'": lambda self, x: self.python.random(),
+}
 
 
-def reports_in_objects(self, x):
-    self.own.deep.last, self.named["rows"] = x, [x.shape, x.sum()]
-    self.own.table, self.flag = np.zeros(x.shape), False
-    return self.dense(x)
-
-
-@pytest.mark.parametrize(
-    "forward", [keeps_a_table, keeps_a_width, nnx.remat(keeps_a_width), reports_in_objects]
-)
-def test_what_all_calls_make_alike_is_taken(forward):
-    model = fz.from_flax(made(forward), loss)
-    params, buffers = model.init
-    module = made(forward)
-    value, _, _ = model.loss(params, buffers, ROWS, jax.random.key(0), True)
+@pytest.mark.parametrize("what", WRITES)
+def test_what_a_forward_writes_is_refused(what):
+    """Whoever reads it, if anybody; and it stays as it was."""
+    module = Holds(WRITES[what])
     for _ in range(2):
-        np.testing.assert_allclose(value.total / value.count, loss(module, ROWS), 1e-6)
+        with pytest.raises(fz.StateError, match=f"left behind ({what}).*would be lost: here"):
+            called(module)
 
 
-def keeps_weights(self, x):
-    if self.table is None:
-        self.table = 2 * self.dense.kernel[...]
-    return x @ self.table
+def writes_what_there_is(self, x):
+    self.n, self.nan, self.own.n = 0, float("nan"), self.own.n
+    self.named["deep"], self.own.deep.gone = {"n": 0}, 1
+    del self.own.deep.gone
 
 
-def reads_once(self, x):
-    first, self.flag = self.flag, False
-    return self.dense(x) * (2 if first else 1)
-
-
-def writes_an_array(self, x):
-    self.own.table += 1
-    return self.dense(x) * float(self.own.table[0])
-
-
-def reads_a_length(self, x):
-    self.seen.append(0)
-    return self.dense(x) if len(self.seen) % 3 else x
-
-
-def takes_turns(self, x):
-    self.flag = not self.flag
-    return self.dense(x)
-
-
-def hands_rows_on(self, x):
-    before, self.own.before = getattr(self.own, "before", 0.0), getattr(self.own, "last", 0.0)
-    self.own.last = x
-    return self.dense(x) + before
-
-
-def hands_arrays_on(self, x):
-    """Of which only the third call reads what the first one left."""
-    before, self.own.a, self.own.b = self.own.a, self.own.b, x
-    return self.dense(x) + before
-
-
-def keeps_rows_in_an_object(self, x):
-    before, self.own.last = getattr(self.own, "last", 0), x
-    return self.dense(x) + before
-
-
-@pytest.mark.parametrize(
-    ("forward", "what"),
-    [
-        (keeps_weights, "table: nothing, then Array"), (reads_once, "flag: True, then False"),
-        (writes_an_array, r"own/table: an array \(2,\), then an array \(2,\)"),
-        (reads_a_length, r"seen: \[\], then \[0\]"),
-        (takes_turns, "flag: True, then False"), (hands_rows_on, "own/before: nothing, then 0.0"),
-        (hands_arrays_on, r"own/b: an array \(\), then an array \(4, 4\)"),
-        (keeps_rows_in_an_object, "own/last: nothing, then an array"),
-    ],
-)  # fmt: skip
-def test_what_a_later_call_may_read_is_refused(forward, what):
-    model = fz.from_flax(made(forward), loss)
-    params, buffers = model.init
-    with pytest.raises(fz.StateError, match=f"left behind {what}"):
-        model.loss(params, buffers, ROWS, jax.random.key(0), True)
-
-
-def test_reports_are_taken_in_steps_over_several_devices():
-    def reports(self, x):
-        self.n, self.own.last = x.ndim, x
-        return self.norm(self.dense(x))
-
+def test_what_is_as_it_was_is_taken_in_steps_over_several_devices():
     found = []
     for num_devices in (1, 2):
-        model = fz.from_flax(made(reports), loss)
+        module = Holds(writes_what_there_is)
+        model = fz.from_flax(module, lambda forward, batch: jnp.mean(forward(batch) ** 2))
         plan, tx = fz.Plan(zero=3, data=num_devices, min_shard_bytes=0), optax.sgd(0.1)
         state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
         for _ in range(2):
             state, metrics = step(state, ROWS)
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(*found, 1e-5)
+
+
+def test_a_call_that_fails_leaves_nothing():
+    def fails(self, x):
+        self.own.n, self.flag = 1, False
+        raise ValueError("shapes")
+
+    module = Holds(fails)
+    with pytest.raises(ValueError, match="shapes"):
+        called(module)
+    assert module.own.n == 0
+
+
+class Tells(nnx.Module):
+    """Tells its caller of a term, and gives its parameters back as new ones (`remat`)."""
+
+    def __init__(self):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+    @nnx.remat
+    def inner(self, x):
+        return self.dense(x)
+
+    def __call__(self, batch, tell, terms):
+        terms.n += 1
+        tell(batch.pop("x").shape[0])
+        return self.inner(batch["y"])
+
+
+def test_what_a_call_does_to_its_arguments_is_done_once():
+    """Although a module whose parameters come back as new values is called once more."""
+
+    def loss(forward, batch):
+        told, terms = [], types.SimpleNamespace(n=0)
+        rows = {"x": batch, "y": batch}
+        out = forward(rows, told.append, terms)
+        assert told == [4]
+        assert list(rows) == ["y"]
+        return jnp.mean(out**2) / terms.n
+
+    module = Tells()
+    np.testing.assert_allclose(called(module, loss), jnp.mean(module.dense(ROWS) ** 2), 1e-6)

@@ -4,5 +4,5 @@
   of arrays on different devices.
 - `digest`: a program as a number; `flops` counts its products; `partitioner_faults`: what XLA's
   partitioner gets wrong; `trace_memo`: what a trace works out one time; `unchanged`: which outputs
-  are inputs, handed on; `repeats`: whether all runs of a function compute the same.
+  are inputs, handed on.
 """
