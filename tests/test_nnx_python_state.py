@@ -157,6 +157,7 @@ class Tells(nnx.Module):
 
     def __call__(self, batch, tell, terms):
         terms.n += 1
+        terms.scale = jnp.exp(0 * self.dense.bias[0])
         tell(batch.pop("x").shape[0])
         return self.inner(batch["y"])
 
@@ -170,7 +171,8 @@ def test_what_a_call_does_to_its_arguments_is_done_once():
         out = forward(rows, told.append, terms)
         assert told == [4]
         assert list(rows) == ["y"]
-        return jnp.mean(out**2) / terms.n
+        return jnp.mean(out**2) / terms.n * terms.scale
 
     module = Tells()
-    np.testing.assert_allclose(called(module, loss), jnp.mean(module.dense(ROWS) ** 2), 1e-6)
+    value = jax.jit(lambda: called(module, loss))()
+    np.testing.assert_allclose(value, jnp.mean(module.dense(ROWS) ** 2), 1e-6)
