@@ -49,7 +49,7 @@ _LARGE = 2**20
 # What lies deeper is told by which it is, too: a chain of objects may have no end.
 _DEEP = 50
 # What holds others and is told by which it is.
-_FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinMethodType | partial
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, partial)
 
 
 class Held:

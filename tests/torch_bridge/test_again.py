@@ -193,11 +193,14 @@ def test_every_size_takes_its_own_path(by_size: tb.Converted, shape: tuple[int, 
 class BySizeAlone(nn.Module):
     """What is made of a size alone, in Python's ways."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         n = x.shape[1]
         waves = torch.fft.fftfreq(n, 0.3) + torch.fft.rfftfreq(2 * n - 1)
         x = x * round(n / 7, 2) + (n ^ 5) + (n << 2) + waves
-        return x[:, : round(n * 0.5) + (n >> 1)]
+        # Edges are met to the last bit: as numbers between them, and in whole ones.
+        edges, grid = torch.linspace(-1, 1, n), torch.arange(-1, 1.05, 0.1)
+        whole = torch.bucketize(torch.linspace(-1, 1, 2 * n - 1), edges)[: len(grid)]
+        return x[:, : round(n * 0.5) + (n >> 1)], edges, grid, (edges * 10).floor(), whole
 
 
 def test_numbers_of_a_size_are_pythons() -> None:
@@ -206,7 +209,10 @@ def test_numbers_of_a_size_are_pythons() -> None:
     for n in (12, 17, 5):
         x = torch.arange(2.0 * n).reshape(2, n)
         # A product and the sum after it are one operation for XLA.
-        np.testing.assert_allclose(converted(x.numpy()), module(x).numpy(), rtol=1e-6)
+        (found, *made), (wanted, *others) = converted(x.numpy()), module(x)
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
+        for mine, torchs in zip(made, others, strict=True):
+            np.testing.assert_array_equal(mine, torchs.numpy())
 
 
 class Normed(nn.Module):

@@ -244,6 +244,49 @@ def test_a_branch_whose_refusal_the_forward_swallows_is_refused(asks: Any) -> No
         tb.convert(Applies(asks), X)
 
 
+def inverted(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.linalg.inv(x)
+    except torch.linalg.LinAlgError:
+        return torch.linalg.pinv(x)
+
+
+def factored(x: torch.Tensor) -> torch.Tensor:
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cholesky(x)
+
+    try:
+        return of(x)
+    except Exception:
+        return of(x + 2 * torch.eye(2))
+
+
+def looked_up(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return nn.functional.embedding(x.long(), x)
+    except (IndexError, KeyError):
+        return x
+
+
+@pytest.mark.parametrize("tries", [inverted, factored, looked_up])
+def test_what_raises_of_values_alone_is_refused_in_a_try(tries: Any) -> None:
+    with pytest.raises(ConversionError, match=rf"depends on values: .*{tries.__name__} \(`return"):
+        tb.convert(Applies(tries), torch.eye(2))
+
+
+def test_a_try_for_other_errors_is_none() -> None:
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.linalg.inv(x)
+        except ImportError:
+            return x
+        finally:
+            x = x + 1
+
+    x = 2 * torch.eye(2)
+    np.testing.assert_array_equal(tb.convert(Applies(inverse), x)(x.numpy()), np.eye(2) / 2)
+
+
 @pytest.mark.parametrize(
     ("source", "answers"),
     [

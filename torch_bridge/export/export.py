@@ -404,9 +404,9 @@ def _refuse_asked(places: Sequence[str], mode: str) -> None:
     """Refuses a trace that went on although a tensor was asked for a value that it has not."""
     if places:
         raise ConversionError(
-            f"the {mode} forward depends on values: {places[0]}. What that raises while it is"
-            " traced is caught there or in a caller (try, a context that swallows exceptions), so"
-            " that the graph would be that of the exception. Write both ways with torch.where"
+            f"the {mode} forward depends on values: {places[0]}. What that raises, in a call"
+            " or while it is traced, is caught there or in a caller (try, a context that swallows"
+            " exceptions), so that the graph would be one way alone. Write both with torch.where"
         )
 
 

@@ -12,6 +12,7 @@ import contextvars
 import functools
 import itertools
 import linecache
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional as F
 
 from fzero.compat import set_within
 from fzero.errors import warn
@@ -108,6 +110,27 @@ NUMBERS = tuple(
 )
 
 
+# What raises of values, but not of a trace's, and what a user's `except` may name for it.
+_LINALG = frozenset(("LinAlgError", "RuntimeError"))
+_INDEX = frozenset(("IndexError", "LookupError", "RuntimeError"))
+_RAISING = {
+    **dict.fromkeys((torch.cholesky, torch.Tensor.cholesky, torch.linalg.cholesky), _LINALG),
+    **dict.fromkeys((torch.inverse, torch.Tensor.inverse, torch.linalg.inv), _LINALG),
+    torch.linalg.solve: _LINALG,
+    F.embedding: _INDEX,
+}
+
+
+def note_of_a_try(function: Any) -> None:
+    """Notes where a forward waits, in a `try`, for what a function raises of values alone."""
+    if function not in _RAISING:
+        return
+    frame = _asking()
+    for one in (frame, *_callers(frame)):
+        if not _of_torch(one) and _excepted(_source(one), one.f_lineno) & _RAISING[function]:
+            return _note(one)
+
+
 def _note(frame: types.FrameType) -> None:
     """Notes that a frame asks to no avail, unless it is PyTorch's own."""
     asked = _ASKED.get()
@@ -174,6 +197,19 @@ Place = tuple[int, int, int, int]
 def caught(source: str, line: int) -> bool:
     """Whether what a line raises may be caught, or made nothing of, in the same function."""
     return any(_on(line, body) for body in _guarded(_nodes(source)))
+
+
+@functools.lru_cache(maxsize=64)
+def _excepted(source: str, line: int) -> frozenset[str]:
+    """The errors that are caught where a line raises them; all that are known by name, if all."""
+    found: set[str] = set()
+    for node in _nodes(source):
+        if isinstance(node, ast.Try) and _on(line, node.body):
+            for handler in node.handlers:
+                said = "Exception" if handler.type is None else ast.unparse(handler.type)
+                found.update(re.findall(r"\w+", said))
+    every = _LINALG | _INDEX if found & {"Exception", "BaseException"} else ()
+    return frozenset((*found, *every))
 
 
 @functools.lru_cache(maxsize=8)  # a check stands in each of many layers

@@ -28,6 +28,7 @@ from torch_bridge.export.stand_ins.causal_masks import causal_masks
 from torch_bridge.export.stand_ins.checks_of_values import (
     NUMBERS,
     note_of_a_trace,
+    note_of_a_try,
     truth_of,
 )
 from torch_bridge.export.stand_ins.distributions import unchecked_distributions
@@ -81,6 +82,7 @@ class _Mode(TorchFunctionMode):
             self.packed.require_unread(func, (args, kwargs))
         args, kwargs = self.rows.as_they_are((args, kwargs or {}))
         refuse_own_generator(kwargs)
+        note_of_a_try(func)
         try:
             out = self.table.get(func, func)(*args, **kwargs)
         except Exception as error:
