@@ -10,7 +10,8 @@ import numpy as np
 
 import fzero as fz
 from support import tiny
-from support.drawn import drawn
+
+from .drawn import drawn
 
 
 LENGTH, HEADS, HIDDEN, EXPERTS = 8, 2, 32, 4

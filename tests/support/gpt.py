@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 import fzero as fz
-from support.drawn import drawn
+
+from .drawn import drawn
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import optax
 import fzero as fz
 from fzero.compat import is_key
 from fzero.tree import named_leaves
-from support.drawn import drawn
+
+from .drawn import drawn
 
 
 D, VOCAB, WIDTH, TOKENS = 16, 27, 13, 5
