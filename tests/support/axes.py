@@ -10,8 +10,7 @@ import numpy as np
 
 import fzero as fz
 from support import tiny
-
-from .drawn import drawn
+from support.drawn import drawn
 
 
 LENGTH, HEADS, HIDDEN, EXPERTS = 8, 2, 32, 4
