@@ -12,7 +12,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support import tiny
-from support.drawn import drawn
 from support.init import lower_init
 
 import fzero as fz
@@ -25,7 +24,7 @@ EMPTY = {"none": (0, 8)} if jax.__version_info__ < (0, 11) else {}
 
 def small_init(key):
     """Divisible, padded, 1-d, scalar and empty leaves; a float and an int buffer."""
-    odd = drawn(key, (13, 27))
+    odd = jax.random.normal(key, (13, 27))
     params = {
         "w": jnp.sin(jnp.arange(208.0)).reshape(16, 13) * odd[0, 0],
         "odd": odd,
@@ -123,7 +122,7 @@ def test_a_model_larger_than_one_device_initialises():
     whole = 1024 * 1024 * 4
 
     def init(key):
-        return {"w": drawn(key, (1024, 1024))}, {}
+        return {"w": jax.random.normal(key, (1024, 1024))}, {}
 
     model = fz.Model(init, lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
     compiled = lower_init(model, TX, fz.Plan(zero=3)).compile()
@@ -565,7 +564,7 @@ def test_init_again_traces_and_compiles_nothing():
 
     def init(key):
         traced.append(key)
-        return {"w": drawn(key, (4, 2))}, {}
+        return {"w": jax.random.normal(key, (4, 2))}, {}
 
     model, plan = fz.Model(init, small_loss), fz.Plan(data=1)
     first = fz.init(model, TX, plan, rng=0)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.drawn import drawn
 
 import fzero as fz
 from tests.support.sample import some
@@ -28,7 +27,7 @@ def block_init(num, rng):
     mixed = {"own": (num, WIDTH, WIDTH), "router": (WIDTH, num)}
     shapes = {"qkv": (WIDTH, 3, HEADS, 4), "out": (HEADS, 4, WIDTH), **(mixed if num else dense)}
     pairs = zip(keys, shapes.items(), strict=False)
-    return {name: 0.2 * drawn(key, shape) for key, (name, shape) in pairs}
+    return {name: 0.2 * jax.random.normal(key, shape) for key, (name, shape) in pairs}
 
 
 def hidden(own, p, rows):
@@ -50,7 +49,7 @@ def model(num):
     """Two layers with attention and products, or so many experts."""
     shard = {**ATTENTION, **(MIXED if num else DENSE)}
     return fz.Sequential([
-        fz.Layer("embed", lambda rng: {"words": drawn(rng, (WORDS, WIDTH))},
+        fz.Layer("embed", lambda rng: {"words": jax.random.normal(rng, (WORDS, WIDTH))},
                  lambda p, batch, ctx: p["words"][batch["ids"]], shard={"words": ("tensor",)}),
         fz.Stack("blocks", 2, functools.partial(block_init, num), block, shard=shard),
         fz.Layer("head", None, lambda p, x, ctx: fz.linear_cross_entropy(

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.compat import auto_mesh
@@ -305,16 +304,16 @@ def language_model(causal=True, shard=None, places=64):
 
     def embed_init(rng):
         a, b = jax.random.split(rng)
-        return {"tokens": 0.3 * drawn(a, (VOCAB, D)),
-                "places": 0.3 * drawn(b, (places, D))}  # fmt: skip
+        return {"tokens": 0.3 * jax.random.normal(a, (VOCAB, D)),
+                "places": 0.3 * jax.random.normal(b, (places, D))}  # fmt: skip
 
     def embed(p, batch, ctx):
         return p["tokens"][batch["ids"]] + p["places"][: batch["ids"].shape[1]]
 
     def block_init(rng):
         a, b = jax.random.split(rng)
-        return {"qkv": 0.3 * drawn(a, (D, 3, 4, D // 4)),
-                "out": 0.3 * drawn(b, (4, D // 4, D))}  # fmt: skip
+        return {"qkv": 0.3 * jax.random.normal(a, (D, 3, 4, D // 4)),
+                "out": 0.3 * jax.random.normal(b, (4, D // 4, D))}  # fmt: skip
 
     def block(p, x, ctx):
         q, k, v = jnp.moveaxis(jnp.einsum("btd,dchf->btchf", x, p["qkv"]), 2, 0)
@@ -452,7 +451,9 @@ def test_a_model_s_own_max_pooling_is_right_or_refused(before, after):
 
     def init(rng):
         keys = jax.random.split(rng, 2)
-        return {k: drawn(key, (8, 8)) for k, key in zip(("in", "out"), keys, strict=True)}, {}
+        return {
+            k: jax.random.normal(key, (8, 8)) for k, key in zip(("in", "out"), keys, strict=True)
+        }, {}
 
     def loss(p, buffers, batch, rng, train):
         x = jax.jit(lambda x: hold(x @ p["in"], before))(batch["x"])  # (calls are seen through)

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.exchange.expert_products import grouped_dot
@@ -34,9 +33,9 @@ def looped(p, x, chosen, gates):
 def expert_init(rng):
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     keys = jax.random.split(rng, len(shapes) + 1)
-    made = {name: 0.3 * drawn(key, (NUM, *shape))
+    made = {name: 0.3 * jax.random.normal(key, (NUM, *shape))
             for key, (name, shape) in zip(keys, shapes.items(), strict=False)}  # fmt: skip
-    return {**made, "bias": 0.3 * drawn(keys[-1], (NUM, WIDTH))}
+    return {**made, "bias": 0.3 * jax.random.normal(keys[-1], (NUM, WIDTH))}
 
 
 @pytest.mark.parametrize(("chosen", "devices"), [("spread", 1), ("one", 1), ("spread", 4)], ids=str)
@@ -120,8 +119,8 @@ def test_numbers_that_no_expert_has_are_no_choice_and_frozen_leaves_have_no_grad
 def block_init(rng):
     dense, router, experts = jax.random.split(rng, 3)
     return {
-        "dense": 0.3 * drawn(dense, (WIDTH, WIDTH)),
-        "router": drawn(router, (WIDTH, NUM)),
+        "dense": 0.3 * jax.random.normal(dense, (WIDTH, WIDTH)),
+        "router": jax.random.normal(router, (WIDTH, NUM)),
         "experts": expert_init(experts),
     }
 
@@ -151,7 +150,7 @@ def chain(capacity=None):
 
     return fz.Sequential(
         [
-            fz.Layer("enter", lambda rng: {"w": drawn(rng, (WIDTH, WIDTH))}, enter),
+            fz.Layer("enter", lambda rng: {"w": jax.random.normal(rng, (WIDTH, WIDTH))}, enter),
             fz.Stack("blocks", LAYERS, block_init, functools.partial(block, capacity), shard=SHARD),
         ],
         loss,

@@ -11,7 +11,6 @@ import optax
 import pytest
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from support.drawn import drawn
 
 import fzero as fz
 import torch_bridge as tb
@@ -51,7 +50,7 @@ def test_a_fourier_transform_may_run_along_positions_of_any_number(axes):
         return jnp.mean(jnp.square(back)), buffers, {}
 
     agree(
-        fz.Model(lambda key: ({"w": drawn(key, (8, 8))}, {}), loss),
+        fz.Model(lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss),
         rows(4, 8, 8),
         **axes,
     )
@@ -82,7 +81,7 @@ def test_a_convolution_over_positions_beside_another_axis_is_that_of_one_device(
     convolved, along = CONVOLUTIONS[name]
 
     def init(key):
-        return {"kernel": drawn(key, (3, 3, 8, 8)), "out": jnp.ones((8, 2))}, {}
+        return {"kernel": jax.random.normal(key, (3, 3, 8, 8)), "out": jnp.ones((8, 2))}, {}
 
     def loss(p, buffers, batch, rng, train):
         x = jnp.tanh(convolved(batch["x"], p["kernel"]))
@@ -96,7 +95,7 @@ def test_rows_may_have_kernels_of_their_own_beside_divided_features():
     """`vmap` makes groups of them, at which XLA's partitioner ended the process."""
 
     def init(key):
-        return dict(zip("wc", drawn(key, (2, 8, 8)), strict=True)), {}
+        return dict(zip("wc", jax.random.normal(key, (2, 8, 8)), strict=True)), {}
 
     def loss(p, buffers, batch, rng, train):
         def own(x):
@@ -126,7 +125,7 @@ def test_what_is_written_twice_along_divided_positions_is_that_of_one_device(nam
         return jnp.mean(x * batch["x"][:, : x.shape[1]]), buffers, {}
 
     agree(
-        fz.Model(lambda key: ({"w": drawn(key, (8, 8))}, {}), loss),
+        fz.Model(lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss),
         rows(4, 8, 8),
         context=2,
     )
@@ -164,7 +163,7 @@ def test_steps_through_divided_positions_may_be_read_whole(name):
         return jnp.mean(x * x * batch["x"][:, : x.shape[1]]), buffers, {}
 
     model = fz.Model(
-        lambda key: ({"w": drawn(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
+        lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
     )
     agree(model, rows(4, 8, 8), **axes)
 
@@ -191,7 +190,7 @@ def test_an_index_along_divided_dims_beside_shared_out_rows_is_that_of_one_devic
         return jnp.mean(x * x * batch["x"][:, : x.shape[1]]), buffers, {}
 
     model = fz.Model(
-        lambda key: ({"w": drawn(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
+        lambda key: ({"w": jax.random.normal(key, (8, 8))}, {}), loss, shard={"w": (None, "tensor")}
     )
     at = np.random.default_rng(1).integers(0, 8, (4, 8)).astype(np.int32)
     agree(model, {**rows(4, 8, 8), "at": at}, data=2, **TWO)
@@ -202,7 +201,7 @@ def test_a_tokens_table_stays_divided_unless_it_is_small(vocabulary):
     """XLA divides such a gather, and its gradient, over a vocabulary and positions at once."""
 
     def init(key):
-        return {"table": drawn(key, (vocabulary, 8)), "w": jnp.eye(8)}, {}
+        return {"table": jax.random.normal(key, (vocabulary, 8)), "w": jnp.eye(8)}, {}
 
     def loss(p, buffers, batch, rng, train):
         return jnp.mean(jnp.square(jnp.tanh(p["table"][batch["at"]]) @ p["w"])), buffers, {}
@@ -237,7 +236,7 @@ def test_what_cpus_do_not_reduce_between_devices_is_reduced_whole(name):
         return jnp.mean(jnp.square(p["w"]) * found), buffers, {}
 
     at = np.random.default_rng(1).integers(0, 8, (4, 8)).astype(np.int32)
-    model = fz.Model(lambda key: ({"w": drawn(key, ())}, {}), loss)
+    model = fz.Model(lambda key: ({"w": jax.random.normal(key, ())}, {}), loss)
     agree(model, {"at": at}, context=2)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support.drawn import drawn
 
 import fzero as fz
 
@@ -30,7 +29,7 @@ def block(p, x, ctx):
 def block_init(rng):
     up, down = jax.random.split(rng)
     shapes = {"up": (up, (D, F)), "down": (down, (F, D))}
-    leaves = {name: 0.3 * drawn(key, shape) for name, (key, shape) in shapes.items()}
+    leaves = {name: 0.3 * jax.random.normal(key, shape) for name, (key, shape) in shapes.items()}
     return {"scale": jnp.ones(D), **leaves}
 
 
@@ -39,7 +38,7 @@ def chain(block):
     shard = {"up": (None, "tensor"), "down": ("tensor", None)}
     return fz.Sequential(
         [
-            fz.Layer("enter", lambda rng: {"w": drawn(rng, (2, D))},
+            fz.Layer("enter", lambda rng: {"w": jax.random.normal(rng, (2, D))},
                      lambda p, batch, ctx: batch["x"] @ p["w"]),
             fz.Stack("blocks", LAYERS, block_init, block, shard=shard),
         ],
@@ -162,13 +161,13 @@ def test_rows_that_experts_do_not_share_leave_positions_whole():
 
     def init(key):
         return {"own": jnp.ones((4, D)), **{
-            name: 0.1 * drawn(key, shape)
+            name: 0.1 * jax.random.normal(key, shape)
             for name, shape in {"a": (D, F), "b": (F, D)}.items()
         }}  # fmt: skip
 
     shard = {"own": ("expert",), "a": (None, "tensor"), "b": ("tensor",)}
     embed = fz.Layer(
-        "embed", lambda key: {"w": drawn(key, (32, D))},
+        "embed", lambda key: {"w": jax.random.normal(key, (32, D))},
         lambda p, batch, ctx: p["w"][batch["ids"]], shard={"w": ("tensor",)},
     )  # fmt: skip
     model = fz.Sequential(

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.drawn import drawn
 
 import fzero as fz
 from fzero import axes
@@ -34,7 +33,7 @@ def loss(p, buffers, batch, rng, train):
 
 def init(rng):
     keys = jax.random.split(rng, len(SHAPES))
-    return {n: drawn(k, s) for k, (n, s) in zip(keys, SHAPES.items(), strict=True)}, {}
+    return {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, SHAPES.items(), strict=True)}, {}
 
 
 MODEL = fz.Model(init, loss, shard={"own": ("expert",), "odd": (None, "tensor")})

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.preflight import hlo
@@ -26,9 +25,9 @@ def block_init(rng):
     up, down = jax.random.split(rng)
     return {
         "scale": jnp.ones(D),
-        "up": 0.3 * drawn(up, (D, F)),
+        "up": 0.3 * jax.random.normal(up, (D, F)),
         "bias": jnp.zeros(F),
-        "down": 0.3 * drawn(down, (F, D)),
+        "down": 0.3 * jax.random.normal(down, (F, D)),
     }
 
 
@@ -42,7 +41,7 @@ def chain(shard=SHARD, frozen=frozenset(), rules=None):
         def apply(p, x, ctx):
             return read(x) @ p["w"]
 
-        return fz.Layer(name, lambda rng: {"w": 0.3 * drawn(rng, (n, m))}, apply)
+        return fz.Layer(name, lambda rng: {"w": 0.3 * jax.random.normal(rng, (n, m))}, apply)
 
     return fz.Sequential(
         [
@@ -247,8 +246,8 @@ def test_a_plain_model_is_divided_by_rules_on_names():
 
     def init(rng):
         up, down = jax.random.split(rng)
-        return {"mlp": {"up": drawn(up, (WIDTH, F)),
-                        "down": drawn(down, (F, WIDTH))}}, {}  # fmt: skip
+        return {"mlp": {"up": jax.random.normal(up, (WIDTH, F)),
+                        "down": jax.random.normal(down, (F, WIDTH))}}, {}  # fmt: skip
 
     rules = {"mlp/up": (None, "tensor"), re.compile("down$"): ("tensor",)}
     divided, plain = fz.Model(init, loss, shard=rules), fz.Model(init, loss)
@@ -342,9 +341,9 @@ def test_labels_of_a_divided_vocabulary_are_those_of_a_whole_one(dtype, last, fi
     size = 384
     model = fz.Sequential(
         [
-            fz.Layer("embed", lambda key: {"w": drawn(key, (16, 8))},
+            fz.Layer("embed", lambda key: {"w": jax.random.normal(key, (16, 8))},
                      lambda p, batch, ctx: p["w"][batch["ids"]]),
-            fz.Layer("head", lambda key: {"w": drawn(key, (8, size))},
+            fz.Layer("head", lambda key: {"w": jax.random.normal(key, (8, size))},
                      lambda p, x, ctx: fz.cross_entropy(x @ p["w"], ctx.batch["labels"]),
                      shard={"w": (None, "tensor")}),
         ]
@@ -367,9 +366,9 @@ def language(tied, terms):
 
     def init(key):
         table, head, bias = jax.random.split(key, 3)
-        params = {"table": drawn(table, (VOCAB, D)),
-                  "bias": drawn(bias, (VOCAB,))}  # fmt: skip
-        return params if tied else params | {"head": drawn(head, (VOCAB, D))}, {}
+        params = {"table": jax.random.normal(table, (VOCAB, D)),
+                  "bias": jax.random.normal(bias, (VOCAB,))}  # fmt: skip
+        return params if tied else params | {"head": jax.random.normal(head, (VOCAB, D))}, {}
 
     def loss(params, buffers, batch, rng, train):
         x = jnp.tanh(params["table"][batch["ids"]])
@@ -442,7 +441,7 @@ def test_a_depthwise_convolution_is_right_or_refused(kernel, held, right):
         keys = jax.random.split(rng, 3)
         shapes = {"up": (8, 16), "kernel": tuple(sizes[dim] for dim in kernel), "down": (16, 8)}
         pairs = zip(keys, shapes.items(), strict=True)
-        return {name: drawn(key, shape) for key, (name, shape) in pairs}, {}
+        return {name: jax.random.normal(key, shape) for key, (name, shape) in pairs}, {}
 
     def loss(p, buffers, batch, rng, train):
         x = jnp.tanh(batch["x"] @ p["up"])
@@ -485,9 +484,9 @@ def test_what_is_picked_for_each_row_may_be_divided_over_one_of_several_axes(of)
 
     model = fz.Sequential(
         [
-            fz.Layer("embed", lambda key: {"w": drawn(key, (16, 8))},
+            fz.Layer("embed", lambda key: {"w": jax.random.normal(key, (16, 8))},
                      lambda p, batch, ctx: p["w"][batch["ids"]]),
-            fz.Layer("head", lambda key: {"w": drawn(key, (8, 16))},
+            fz.Layer("head", lambda key: {"w": jax.random.normal(key, (8, 16))},
                      lambda p, x, ctx: x @ p["w"],
                      shard={"w": (None, "tensor")} if of == "logits" else {}),
         ],

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support.drawn import drawn
 
 import fzero as fz
 
@@ -53,16 +52,16 @@ def tiny_model() -> fz.Sequential:
     """The model; a new object at every call."""
 
     def embed(rng: jax.Array) -> dict:
-        return {"table": drawn(rng, (VOCAB, WIDTH)), "gain": jnp.float32(1)}
+        return {"table": jax.random.normal(rng, (VOCAB, WIDTH)), "gain": jnp.float32(1)}
 
     def center(rng: jax.Array) -> tuple[dict, dict]:
         return {"shift": jnp.zeros(WIDTH)}, {"mean": jnp.zeros(WIDTH), "calls": jnp.int32(0)}
 
     def square(rng: jax.Array) -> dict:
-        return {"w": 0.3 * drawn(rng, (WIDTH, WIDTH))}
+        return {"w": 0.3 * jax.random.normal(rng, (WIDTH, WIDTH))}
 
     def odd(rng: jax.Array) -> dict:
-        return {"odd": 0.3 * drawn(rng, (9, 11))}
+        return {"odd": 0.3 * jax.random.normal(rng, (9, 11))}
 
     return fz.Sequential(
         [
@@ -83,7 +82,7 @@ def bigram_model() -> fz.Model:
         return fz.Mean(jnp.sum(nats), jnp.float32(nats.size)), buffers, {}
 
     def init(rng: jax.Array) -> tuple[dict, dict]:
-        table = drawn(rng, (VOCAB, 8))
+        table = jax.random.normal(rng, (VOCAB, 8))
         return {"table": table, "out": jnp.ones((8, 9))}, {}
 
     return fz.Model(init, loss)

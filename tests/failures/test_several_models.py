@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from failure_cases import Run, bits, build, copied, differing
-from support.drawn import drawn
 
 import fzero as fz
 
@@ -30,8 +29,8 @@ def mlp(p: dict, x: jax.Array) -> jax.Array:
 def mlp_init(inputs: int, outputs: int) -> Callable[[jax.Array], dict]:
     def init(rng: jax.Array) -> dict:
         first, last = jax.random.split(rng)
-        return {"first": 0.5 * drawn(first, (inputs, 16)),
-                "last": 0.5 * drawn(last, (16, outputs))}  # fmt: skip
+        return {"first": 0.5 * jax.random.normal(first, (inputs, 16)),
+                "last": 0.5 * jax.random.normal(last, (16, outputs))}  # fmt: skip
 
     return init
 

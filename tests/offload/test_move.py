@@ -17,7 +17,6 @@ import psutil
 import pytest
 from disk_cases import bytes_held, patch_bytes
 from support import tiny
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.state import offload as moves
@@ -473,7 +472,7 @@ def test_a_blocking_move_waits_for_copies_before_it_releases(to, tmp_path, monke
 
 def test_fifty_cycles_leave_memory_flat(tmp_path):
     def big(key):
-        return {f"w{i}": drawn(key, (512, 1024)) for i in range(4)}, {}
+        return {f"w{i}": jax.random.normal(key, (512, 1024)) for i in range(4)}, {}
 
     model = fz.Model(big, lambda p, b, batch, rng, train: (jnp.sum(p["w0"]), b, {}))
     state = fz.init(model, optax.adam(1e-3), tiny.plan(data=8), rng=0)  # 24 MiB

@@ -9,7 +9,6 @@ import optax
 import pytest
 from disk_cases import files_in
 from support import tiny
-from support.drawn import drawn
 from support.sample import some
 
 import fzero as fz
@@ -191,7 +190,7 @@ def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
     monkeypatch.setattr("fzero.programs.sites.SMALL", 16)  # as if the leaves were large
 
     def weight(key):
-        return drawn(key, (16, 16)) * 0.3
+        return jax.random.normal(key, (16, 16)) * 0.3
 
     first = fz.Layer("first", weight, lambda w, batch, ctx: jnp.tanh(batch["x"] @ w))
     second = fz.Layer("second", weight, lambda w, x, ctx: x @ w)  # as large: none is the largest

@@ -22,7 +22,6 @@ from optimizer_cases import (
     trained,
 )
 from support import tiny
-from support.drawn import drawn
 from support.sample import some
 
 import fzero as fz
@@ -257,7 +256,7 @@ def test_masks_may_read_the_last_name_of_a_path(given, named):
 @pytest.mark.parametrize(("leaves", "layers"), [(1, 3), (3, 5), (2, 3), (1, 2)])
 def test_a_norm_of_all_is_the_same_however_many_leaves_and_layers_there_are(leaves, layers):
     def init(key):
-        return {f"w{n}": drawn(key, (4, 4)) for n in range(leaves)}
+        return {f"w{n}": jax.random.normal(key, (4, 4)) for n in range(leaves)}
 
     def apply(params, x, context):
         return x + jnp.tanh(x @ sum(params.values()))
@@ -280,7 +279,7 @@ def test_a_stack_of_one_layer_trains_as_that_layer(name):
     x, tx = batch(0)["x"][:8, :4], ALL[name]()
     chain = [
         fz.Layer("first", lambda key: jnp.ones(4), lambda p, x, ctx: x * p),
-        fz.Stack("blocks", 1, lambda key: {"w": drawn(key, (4, 4)),
+        fz.Stack("blocks", 1, lambda key: {"w": jax.random.normal(key, (4, 4)),
                                            "b": jnp.ones(4)}, apply),
     ]  # fmt: skip
     two = plan(zero=3, data=2)

@@ -9,7 +9,6 @@ import optax
 import pytest
 import torch
 from support import tiny
-from support.drawn import drawn
 from support.sample import some
 
 import fzero as fz
@@ -24,7 +23,7 @@ def chain():
     """Rows that are long enough, rows that are not, and a number for each layer."""
 
     def normal(*shape):
-        return lambda key: {"w": drawn(key, shape) * 0.2}
+        return lambda key: {"w": jax.random.normal(key, shape) * 0.2}
 
     def block_init(key):
         return {**normal(WIDTH, WIDTH)(key), "b": jnp.zeros(WIDTH), "gain": jnp.ones(())}
@@ -188,7 +187,7 @@ def test_two_hundred_steps_beside_float32():
     shapes = {"a": (16, 128), "b": (128, 128), "c": (128, 64)}
 
     def make(key):
-        return {name: drawn(k, shape) / np.sqrt(shape[0]) for (name, shape), k in
+        return {name: jax.random.normal(k, shape) / np.sqrt(shape[0]) for (name, shape), k in
                 zip(shapes.items(), jax.random.split(key, 3), strict=True)}  # fmt: skip
 
     def model(p, x):

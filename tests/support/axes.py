@@ -10,7 +10,6 @@ import numpy as np
 
 import fzero as fz
 from support import tiny
-from support.drawn import drawn
 
 
 LENGTH, HEADS, HIDDEN, EXPERTS = 8, 2, 32, 4
@@ -25,11 +24,11 @@ def block_init(key: jax.Array) -> dict[str, Any]:
     """Weights of one layer."""
     qkv, up, down, router, experts = jax.random.split(key, 5)
     return {
-        "qkv": 0.3 * drawn(qkv, (tiny.D, 3, HEADS, tiny.D // HEADS)),
-        "up": 0.3 * drawn(up, (tiny.D, HIDDEN)),
-        "down": 0.3 * drawn(down, (HIDDEN, tiny.D)),
-        "router": drawn(router, (tiny.D, EXPERTS)),
-        "experts": {"w": 0.3 * drawn(experts, (EXPERTS, tiny.D, tiny.D))},
+        "qkv": 0.3 * jax.random.normal(qkv, (tiny.D, 3, HEADS, tiny.D // HEADS)),
+        "up": 0.3 * jax.random.normal(up, (tiny.D, HIDDEN)),
+        "down": 0.3 * jax.random.normal(down, (HIDDEN, tiny.D)),
+        "router": jax.random.normal(router, (tiny.D, EXPERTS)),
+        "experts": {"w": 0.3 * jax.random.normal(experts, (EXPERTS, tiny.D, tiny.D))},
     }
 
 

@@ -11,8 +11,6 @@ import optax
 
 import fzero as fz
 
-from .drawn import drawn
-
 
 @dataclass(frozen=True)
 class Size:
@@ -71,7 +69,7 @@ def _init_block(size: Size):
         keys = iter(jax.random.split(rng, 4))
 
         def dense(n, m):
-            return {"w": 0.05 * drawn(next(keys), (n, m)), "b": jnp.zeros(m)}
+            return {"w": 0.05 * jax.random.normal(next(keys), (n, m)), "b": jnp.zeros(m)}
 
         def norm():
             return {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
@@ -96,8 +94,8 @@ def gpt(size: Size = Size(), dropout: float = 0.0, given=None) -> fz.Model:
     def init_embed(rng):
         tokens, positions = jax.random.split(rng)
         return {
-            "tokens": 0.05 * drawn(tokens, (size.vocab, size.d)),
-            "positions": 0.05 * drawn(positions, (size.seq, size.d)),
+            "tokens": 0.05 * jax.random.normal(tokens, (size.vocab, size.d)),
+            "positions": 0.05 * jax.random.normal(positions, (size.seq, size.d)),
         }
 
     def head(p, x, ctx):

@@ -15,8 +15,6 @@ import fzero as fz
 from fzero.compat import is_key
 from fzero.tree import named_leaves
 
-from .drawn import drawn
-
 
 D, VOCAB, WIDTH, TOKENS = 16, 27, 13, 5
 
@@ -25,8 +23,8 @@ def embed_init(key: jax.Array) -> dict[str, jax.Array]:
     """A table that no dim of eight devices divides (padded), and one that they do."""
     table, up = jax.random.split(key)
     return {
-        "table": drawn(table, (VOCAB, WIDTH)) * 0.3,
-        "up": drawn(up, (WIDTH, D)) * 0.3,
+        "table": jax.random.normal(table, (VOCAB, WIDTH)) * 0.3,
+        "up": jax.random.normal(up, (WIDTH, D)) * 0.3,
     }
 
 
@@ -37,7 +35,7 @@ def embed(p: Any, batch: Any, ctx: Any) -> jax.Array:
 
 def block_init(key: jax.Array) -> dict[str, jax.Array]:
     """One layer of the stack."""
-    return {"w": drawn(key, (D, D)) * 0.3, "b": jnp.zeros(D)}
+    return {"w": jax.random.normal(key, (D, D)) * 0.3, "b": jnp.zeros(D)}
 
 
 def block(p: Any, x: jax.Array, ctx: Any) -> jax.Array:
@@ -56,7 +54,7 @@ def dropped_block(p: Any, x: jax.Array, ctx: Any) -> jax.Array:
 
 def head_init(key: jax.Array) -> dict[str, jax.Array]:
     """The way back to the table's width, and a scalar (never split)."""
-    return {"down": drawn(key, (D, WIDTH)) * 0.3, "gain": jnp.ones(())}
+    return {"down": jax.random.normal(key, (D, WIDTH)) * 0.3, "gain": jnp.ones(())}
 
 
 def head(p: Any, x: jax.Array, ctx: Any) -> jax.Array:
@@ -103,8 +101,8 @@ def regression(dtype: Any = jnp.float32) -> fz.Model:
     def init(key: jax.Array) -> tuple[Any, Any]:
         a, b = jax.random.split(key)
         return {
-            "w": (drawn(a, (D, WIDTH)) * 0.3).astype(dtype),
-            "odd": (drawn(b, (WIDTH, VOCAB)) * 0.3).astype(dtype),
+            "w": (jax.random.normal(a, (D, WIDTH)) * 0.3).astype(dtype),
+            "odd": (jax.random.normal(b, (WIDTH, VOCAB)) * 0.3).astype(dtype),
             "gain": jnp.ones((), dtype),
         }, {}
 

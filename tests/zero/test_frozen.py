@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.preflight.hlo import collectives
@@ -29,8 +28,8 @@ def block(p, x, ctx):
 
 def block_init(key):
     return {
-        "base": drawn(key, (WIDTH, WIDTH)) * 0.3,
-        "down": drawn(jax.random.fold_in(key, 1), (WIDTH, RANK)) * 0.3,
+        "base": jax.random.normal(key, (WIDTH, WIDTH)) * 0.3,
+        "down": jax.random.normal(jax.random.fold_in(key, 1), (WIDTH, RANK)) * 0.3,
         "up": jnp.zeros((RANK, WIDTH)) + 0.1,
     }
 
@@ -358,7 +357,7 @@ def test_a_model_without_parameters_has_none_to_train():
 )
 def test_a_frozen_base_may_have_floats_of_8_bits_and_a_trained_leaf_none(precision, kept):
     def init(key):
-        base = drawn(key, (WIDTH, WIDTH)).astype(jnp.float8_e4m3fn)
+        base = jax.random.normal(key, (WIDTH, WIDTH)).astype(jnp.float8_e4m3fn)
         return {"base": base, "up": jnp.eye(WIDTH)}, {}
 
     def loss(p, buffers, batch, rng, train):

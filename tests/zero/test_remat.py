@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from support.drawn import drawn
 
 import fzero as fz
 from fzero.batch import abstract_batch
@@ -40,7 +39,7 @@ def block(w, x):
 
 
 def weight(key):
-    return drawn(key, (WIDTH, WIDTH)) * 0.3
+    return jax.random.normal(key, (WIDTH, WIDTH)) * 0.3
 
 
 def plain_model(run):
@@ -152,7 +151,7 @@ def test_complex_numbers_on_the_way_are_kept(kind, options):
     """A checkpoint of jax rounds what it keeps, and ends in a TypeError at complex numbers."""
 
     def weights(key):
-        return {"w": 0.1 * drawn(key, (8, 8)), "b": jnp.ones(4)}
+        return {"w": 0.1 * jax.random.normal(key, (8, 8)), "b": jnp.ones(4)}
 
     several = [fz.Stack("blocks", 2, weights, turned)]
     if kind == "layers":
