@@ -129,9 +129,10 @@ def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path
             f"from_flax: a call of the module left behind {some_of(others, 4)}, which would be"
             " lost: here a forward writes nnx.Variables alone, and every call begins at the module"
             " as it was given. Make in __init__ what the forward is to keep, as an nnx.Variable (a"
-            " count: self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...] += 1), tables,"
-            " submodules and modes as they are to be; what is only reported is returned, or noted"
-            " in an nnx.Intermediate (self.weights = nnx.Intermediate(weights))"
+            " count: self.calls = nnx.Variable(jnp.int32(0)), then self.calls[...] += 1), tables"
+            " and submodules; give modes as arguments (self.norm(x, use_running_average=True));"
+            " what is only reported is returned, or noted in an nnx.Intermediate (self.weights ="
+            " nnx.Intermediate(weights))"
         )
     held = call.before.later(call.after)
     if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
