@@ -200,7 +200,15 @@ class BySizeAlone(nn.Module):
         # Edges are met to the last bit: as numbers between them, and in whole ones.
         edges, grid = torch.linspace(-1, 1, n), torch.arange(-1, 1.05, 0.1)
         whole = torch.bucketize(torch.linspace(-1, 1, 2 * n - 1), edges)[: len(grid)]
-        return x[:, : round(n * 0.5) + (n >> 1)], edges, grid, (edges * 10).floor(), whole
+        halves = [
+            row.float()
+            for row in (
+                torch.linspace(0, 1, n, dtype=torch.bfloat16),
+                torch.arange(0, n, 0.03, dtype=torch.float16),
+            )
+        ]
+        made = edges, grid, (edges * 10).floor(), whole, *halves
+        return x[:, : round(n * 0.5) + (n >> 1)], *made
 
 
 def test_numbers_of_a_size_are_pythons() -> None:

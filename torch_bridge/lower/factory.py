@@ -43,7 +43,7 @@ def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None, **_: Any) -> 
         # Which of them is cut to a whole number, and when, is torch's own.
         return jnp.asarray(torch.arange(start, end, step, dtype=dtype).numpy().astype(kind))
     if kind.kind not in "iu" and not all(float(x).is_integer() for x in (start, step)):
-        return _rounded(torch.arange, (start, end, step), kind)
+        return _rounded(torch.arange, (start, end, step), dtype, kind)
     return jnp.arange(start, end, step, dtype=kind)
 
 
@@ -62,25 +62,31 @@ def linspace(start: Any, end: Any, steps: int, dtype: Any = None, **_: Any) -> j
     kind = jax_dtype(dtype)
     if kind.kind in "iu":  # how its float32 steps are cut to whole numbers is torch's own
         return jnp.asarray(torch.linspace(start, end, steps, dtype=dtype).numpy().astype(kind))
-    return _rounded(torch.linspace, (start, end, steps), kind)
+    return _rounded(torch.linspace, (start, end, steps), dtype, kind)
 
 
 @register_operator("aten.fft_fftfreq.default")
 def fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> jax.Array:
-    return _rounded(torch.fft.fftfreq, (n, d), jax_dtype(dtype))
+    return _frequencies(torch.fft.fftfreq, n, d, dtype)
 
 
 @register_operator("aten.fft_rfftfreq.default")
 def rfftfreq(n: int, d: float = 1.0, *, dtype: Any = None, **_: Any) -> jax.Array:
-    return _rounded(torch.fft.rfftfreq, (n, d), jax_dtype(dtype))
+    return _frequencies(torch.fft.rfftfreq, n, d, dtype)
+
+
+def _frequencies(of: Callable[..., torch.Tensor], n: int, d: float, dtype: Any) -> jax.Array:
+    kind = jax_dtype(dtype)
+    return _rounded(of, (n, d), torch.float64 if kind == np.float64 else torch.float32, kind)
 
 
 def _rounded(
-    of: Callable[..., torch.Tensor], numbers: Sequence[Any], kind: np.dtype[Any]
+    of: Callable[..., torch.Tensor], numbers: Sequence[Any], dtype: Any, kind: np.dtype[Any]
 ) -> jax.Array:
     """Of known numbers, computed as torch rounds them: edges of bins are met to the last bit."""
-    wide = torch.float64 if kind == np.float64 else torch.float32
-    return jnp.asarray(of(*numbers, dtype=wide).numpy().astype(kind))
+    made = of(*numbers, dtype=dtype or torch.float32)
+    wide = made if made.is_complex() else made.double()  # NumPy has no bfloat16 of its own
+    return jnp.asarray(wide.numpy().astype(kind))
 
 
 @register_operator("aten.full.default")
