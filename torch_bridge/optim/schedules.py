@@ -25,6 +25,8 @@ from torch_bridge.optim.rates import Rates
 _CHANGING = ("lr", "momentum", "betas")
 # Values that are looked up rather than computed, where a schedule goes on for ever.
 _TABLE = 1024
+# What those may grow by: all are finite in float32, whatever they begin at.
+_GROWTH = 2.0**64
 # How many values of the next period are compared with what a pattern says.
 _CHECKED = 1024
 
@@ -174,6 +176,8 @@ def _periodic(
             return None
     rows = {key: column[: len(column) - checked] for key, column in rows.items()}
     times = 1 if pattern.factor == 1 else -(-_TABLE // pattern.period)
+    if pattern.factor > 1:
+        times = max(1, min(times, int(math.log(_GROWTH) / math.log(pattern.factor))))
     if times > 1:
         # Some hundred values more: the fewer multiplications when they are looked up.
         rows = _run(optimizer, scheduler, start - first + pattern.period * times)

@@ -75,6 +75,8 @@ ENDLESS = {
     "linear": lambda o: lrs.LinearLR(o, start_factor=0.1, end_factor=0.9, total_iters=9),
     "exponential": lambda o: lrs.ExponentialLR(o, gamma=0.97),
     "growing": lambda o: lrs.ExponentialLR(o, gamma=1.01),
+    # As one looks for the largest rate that trains: beyond the 32 that are looked up, too.
+    "growing-fast": lambda o: lrs.ExponentialLR(o, gamma=4.0),
     "polynomial": lambda o: lrs.PolynomialLR(o, total_iters=13, power=2.0),
     "cosine": lambda o: lrs.CosineAnnealingLR(o, T_max=9, eta_min=1e-3),
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, T_0=8),
@@ -157,7 +159,7 @@ def test_schedules_go_on_after_what_was_run_ahead(name):
     found = looked_up(groups, late)
     tiny = np.finfo(np.float32).tiny
     np.testing.assert_allclose(found, expected[late].astype(np.float32), 5e-7, tiny)
-    assert name == "growing" or found.max() <= 0.1
+    assert name.startswith("growing") or found.max() <= 0.1
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,19 @@ def _functional_form(node: torch.fx.Node) -> Any:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return None
-    name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
-    if not name.endswith("_") or name.endswith("__"):
-        return None
+    name = schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name[:-1], None)
-    found = getattr(packet, overload, None)
-    if found is None or find_lowering(str(found)) is None:
+    if packet is None or not name.endswith("_") or name.endswith("__"):
         return None
-    names = [argument.name for argument in found._schema.arguments]
-    # `x.polygamma_(n)` is `polygamma(n, x)`.
-    return found if "self" not in names[1:] else None
+    # By their arguments: `pow_.Scalar` is `pow.Tensor_Scalar`, and `x.polygamma_(n)` is
+    # `polygamma(n, x)`.
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    same = [one for one in overloads if _arguments(one._schema) == _arguments(schema)]
+    return next((one for one in same if find_lowering(str(one)) is not None), None)
+
+
+def _arguments(schema: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]
 
 
 def _is_private(node: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:
