@@ -74,7 +74,7 @@ if _typing.TYPE_CHECKING:
     from fzero.exchange.attention import attention as attention
     from fzero.exchange.balance import balance_loss as balance_loss
     from fzero.exchange.experts import experts as experts
-    from fzero.flax import from_flax as from_flax
+    from fzero.flax.models import from_flax as from_flax
     from fzero.optimizer.lookahead import lookahead as lookahead
     from fzero.optimizer.per_layer import as_stacked as as_stacked
     from fzero.optimizer.per_layer import per_layer as per_layer
@@ -98,7 +98,7 @@ _LATE = {
     "balance_loss": "fzero.exchange.balance",
     "describe": "fzero.report.description",
     "experts": "fzero.exchange.experts",
-    "from_flax": "fzero.flax",
+    "from_flax": "fzero.flax.models",
     "layout": "fzero.report.layout",
     "lookahead": "fzero.optimizer.lookahead",
     "per_layer": "fzero.optimizer.per_layer",

@@ -1,9 +1,9 @@
-"""Every edge between versions of jax (0.10, and 0.11 from Python 3.12 on) and of Python."""
+"""Every edge between versions of jax (0.10, and 0.11 from Python 3.12 on), flax and Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -171,3 +171,13 @@ def traced_platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = device or getattr(jax.config, "jax_default_device", None)
     return str(getattr(device, "platform", None) or device or jax.default_backend())
+
+
+def nnx_graphs() -> AbstractContextManager[Any]:
+    """flax's functions of nnx look at modules as graphs, which older ones do always.
+
+    `nnx.set_graph_mode(False)` has newer ones see trees, which hold no values of Python.
+    """
+    from flax import nnx
+
+    return nnx.set_graph_mode(True) if hasattr(nnx, "set_graph_mode") else nullcontext()

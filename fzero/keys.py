@@ -11,7 +11,7 @@ microbatches, so that draws follow rows, however a batch is divided. A model's `
 itself, so that `fz.init(model, ..., rng)` has the values of `model.init(rng)`; passes start with a
 constant that no link's number reaches. Ways of one use are equally long: no key is another one's.
 Several draws within one layer fold further from the layer's key: those of a converted module by
-number (`torch_bridge.export.interpret`), flax's by stream (`fzero.flax`).
+number (`torch_bridge.export.interpret`), flax's by stream (`fzero.flax.nnx_modules`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """What an nnx module's forward writes: kept, or refused by name, never lost."""
 
+import functools
+import pathlib
 import types
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +146,72 @@ class SetsAMode(Block):
         return super().__call__(x)
 
 
+class ReportsInPlace(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.rows = nnx.Intermediate(jnp.zeros((3, WIDTH)))
+
+    def __call__(self, x):
+        self.rows[...] = x
+        return super().__call__(x)
+
+
+class Mode:
+    training = True
+
+
+class OwnMode(Block):
+    """Keeps its mode where both modes read it."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mode = Mode()
+
+    def eval(self, **kwargs):
+        super().eval(**kwargs)
+        self.mode.training = False
+
+
+@flax.struct.dataclass
+class Tagged:
+    value: jax.Array
+    tag: str = flax.struct.field(pytree_node=False, default="")
+
+
+class WritesATag(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.held = nnx.data(Tagged(jnp.ones(())))
+
+    def __call__(self, x):
+        self.held = self.held.replace(tag=self.held.tag + "a")
+        return super().__call__(x)
+
+
+class Config:
+    """Computes what is read, once."""
+
+    def __init__(self):
+        self.path = pathlib.Path("a")
+
+    @functools.cached_property
+    def scale(self):
+        return jnp.ones(()) * len(str(self.path))
+
+
+class Caches(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.config = Config()
+
+    @functools.cached_property
+    def table(self):
+        return self.dense.kernel.sum() * 0 + 1
+
+    def __call__(self, x):
+        return super().__call__(x) * self.config.scale * self.table
+
+
 class Stacked(nnx.Module):
     """Layers in a loop, their parameters along the second dim."""
 
@@ -173,7 +242,7 @@ def loss(forward, batch):
     return jnp.mean(forward(batch) ** 2)
 
 
-def called(make):
+def called(make, loss=loss):
     """The loss of one call, its gradients and the buffers after it."""
     model = fz.from_flax(make(nnx.Rngs(0)), loss)
     params, buffers = jax.tree.map(jnp.asarray, model.init)
@@ -206,6 +275,7 @@ def test_a_write_of_a_parameter_is_refused(make, where):
     [
         (Counts, "calls: 0, then 1,"), (CountsInAList, r"seen: \[\], then \[1\]"),
         (CountsInAnObject, "own/calls: 0, then 1,"),
+        (WritesATag, "held/its structure: .*'a'"),
         (Swaps, "dense/bias: its own, then that of other/bias,"),
         (SwapsBuffers, "a: its own, then that of b,"),
         (Grows, "more: nothing, then Linear,"), (KeepsATable, "table: nothing, then Variable,"),
@@ -217,7 +287,49 @@ def test_what_would_be_lost_is_refused(make, what):
         called(make)
 
 
-@pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Stacked])
+def test_modules_are_graphs_whatever_the_mode():
+    with (
+        nnx.set_graph_mode(False),
+        pytest.raises(fz.StateError, match="left behind calls: 0, then 1"),
+    ):
+        called(Counts)
+
+
+def test_what_an_intermediate_and_a_mode_are_is_said():
+    with pytest.raises(fz.StateError, match=r"wrote rows, an nnx.Intermediate .*Make it in the"):
+        called(ReportsInPlace)
+    module = OwnMode(nnx.Rngs(0))
+    with pytest.raises(fz.StateError, match=r"eval\(\) wrote mode/training: nothing, then False"):
+        fz.from_flax(module, loss)
+    assert module.mode.training
+    with pytest.raises(fz.StateError, match=r"bias: this nnx.Param is a shape without a value"):
+        fz.from_flax(nnx.eval_shape(lambda: Block(nnx.Rngs(0))), loss)
+    with pytest.raises(fz.StateError, match=r"method='sum'\) calls that method .* Block has none"):
+        called(Block, lambda forward, batch: jnp.mean(forward(batch, method="sum")))
+
+
+def test_buffers_are_not_written_within_a_transformation():
+    """Where their values would be lost; a random key that a module holds stays what it is."""
+
+    def within(forward, batch):
+        return jnp.mean(jax.checkpoint(lambda x: forward(x))(batch) ** 2)
+
+    with pytest.raises(fz.StateError, match=r"transforms .*forward writes norm/mean, norm/var"):
+        called(Block, within)
+
+    class Draws(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.key = nnx.Variable(jax.random.key(0))
+
+        def __call__(self, x):
+            return self.dense(x) + jax.random.normal(self.key[...], x.shape)
+
+    found, expected = called(Draws, within), called(Draws)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Stacked, Caches])
 def test_what_is_no_write_is_taken(make):
     """With the numbers of the module itself."""
     value, grads, new = called(make)

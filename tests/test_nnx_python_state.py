@@ -3,6 +3,7 @@
 import collections
 import functools
 import random
+import threading
 import types
 
 import jax
@@ -37,10 +38,62 @@ def counter():
     return count
 
 
+def counting(function):
+    @functools.wraps(function)
+    def wrapped(*args):
+        wrapped.n += 1
+        return function(*args)
+
+    wrapped.n = 0
+    return wrapped
+
+
+class Tally:
+    """A descriptor that counts who reads it."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __get__(self, owner, kind=None):
+        self.n += 1
+        return self.n
+
+
+class Kind:
+    n = 0
+
+
+class Named(dict):
+    n = 0
+
+
+class Counted:
+    """Something that a set may hold."""
+
+    def __init__(self):
+        self.n = 0
+
+
 class Holds(nnx.Module):
     """A module that holds all kinds of things."""
 
-    shared = types.SimpleNamespace(n=0)
+    shared, tally = types.SimpleNamespace(n=0), Tally()
+
+    @counting
+    def counted(self):
+        pass
+
+    def noted(self, notes=[]):  # noqa: B006
+        notes.append(1)
+
+    def of_all(self):
+        """Objects that several hold, and kinds of their own."""
+        own = self.own
+        own.one, own.other = types.SimpleNamespace(n=0), types.SimpleNamespace(n=0)
+        own.again, own.kind, own.bytes = own.one, Kind, bytearray(1)
+        own.within, own.keys = {Counted()}, {Counted(): 0}
+        own.view, own.local, own.sub = types.MappingProxyType({"a": []}), threading.local(), Named()
+        own.local.n, own.sub.n = 0, 0
 
     def __init__(self, forward):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
@@ -56,6 +109,7 @@ class Holds(nnx.Module):
         self.drawn, self.legacy = np.random.default_rng(0), np.random.RandomState(0)
         self.python = random.Random(0)
         self.forward = forward
+        self.of_all()
 
     def __call__(self, x):
         self.forward(self, x)
@@ -100,9 +154,26 @@ WRITES = {
         self.own, "last", x
     ),
     r"own/table: an array \(2,\)": lambda self, x: self.own.table.__iadd__(1),
-    "drawn: b'.*then b'": lambda self, x: self.drawn.random(),
-    "legacy: b'.*then b'": lambda self, x: self.legacy.rand(),
-    "python: b'.*then b'": lambda self, x: self.python.random(),
+    "drawn: its next random number, then another": lambda self, x: self.drawn.random(),
+    "drawn: its next random number, then .*": lambda self, x: self.drawn.spawn(1),
+    "legacy: its next random number": lambda self, x: self.legacy.rand(),
+    "python: its next random number": lambda self, x: self.python.random(),
+    "class Holds/counted/__dict__/n: 0, then 1": lambda self, x: self.counted(),
+    r"class Holds/noted/__defaults__/0: \[\], then \[1\]": lambda self, x: self.noted(),
+    "class Holds/tally/n: 0, then 1": lambda self, x: self.tally,
+    "class Kind/n: 0, then 1": lambda self, x: add(self.own.kind),
+    "own/other: SimpleNamespace, then the same as own/one": lambda self, x: setattr(
+        self.own, "other", self.own.one
+    ),
+    "own/again: the same as own/one, then SimpleNamespace": lambda self, x: setattr(
+        self.own, "again", types.SimpleNamespace(n=0)
+    ),
+    r"own/bytes: b'\\x00', then b'\\x01'": lambda self, x: self.own.bytes.__setitem__(0, 1),
+    "own/within/its elements/0/n: 0, then 1": lambda self, x: add(*self.own.within),
+    "own/keys/its elements/0/n: 0, then 1": lambda self, x: add(*self.own.keys),
+    r"own/view/a: \[\], then \[1\]": lambda self, x: self.own.view["a"].append(1),
+    "own/local/n: 0, then 1": lambda self, x: add(self.own.local),
+    "own/sub/its/attributes/n: 0, then 1": lambda self, x: add(self.own.sub),
 }
 
 

@@ -50,7 +50,7 @@ LAYERS = {
         ["state"],
         ["checkpoint", "pipeline"],
         ["step"],
-        ["report", "preflight", "runs", "flax", "nnx_calls", "python_state", "cli", "__main__"],
+        ["report", "preflight", "runs", "flax", "cli", "__main__"],
     ],
     "torch_bridge": [
         ["dtypes", "losses", "packing"],

@@ -7,16 +7,19 @@ gone before the next one, which begins at the module as it was given. So it leav
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from fzero.compat import nnx_graphs
 from fzero.errors import StateError, some_of
+from fzero.flax.python_state import ATOMS, Drawn, Held, Path, Place, named
 from fzero.programs.unchanged import unchanged
-from fzero.python_state import ATOMS, Held, Path, Place
 from fzero.tree import PyTree
 
 
@@ -78,6 +81,9 @@ class Contents:
                     python.note(path, name, told)
             elif isinstance(value, nnx.Pytree) or path in python.parts:
                 python.add(path, value)
+                if not isinstance(value, nnx.Pytree | dict | list | tuple):
+                    kind = jax.tree.structure(value, is_leaf=partial(operator.is_not, value))
+                    python.note(path, "its structure", kind)
             elif path not in known:
                 shown = value
             if path in known:
@@ -96,7 +102,20 @@ class Contents:
         moved = self._moved(after)
         return [
             *(_change(place, *pair) for place, pair in changed.items()),
-            *(f"{_named(x)}: its own, then that of {_named(was)}" for x, was in moved.items()),
+            *(f"{named(x)}: its own, then that of {named(was)}" for x, was in moved.items()),
+        ]
+
+    def written_for_all(self, after: Contents) -> list[str]:
+        """What is another value later in an object that is not the module's alone, in words."""
+        from flax import nnx
+
+        was, now = self.python.owners, after.python.owners
+        return [
+            _change((path, name), *pair)
+            for (path, name), pair in self.python.changes(after.python).items()
+            for owner in [was.get((*path, name), was.get(path))]
+            if not isinstance(owner, nnx.Pytree)
+            and any(owner is now.get(place) for place in ((*path, name), path))
         ]
 
     def _moved(self, after: Contents) -> dict[Path, Path]:
@@ -114,7 +133,8 @@ def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path
         params: the paths of the module's parameters.
 
     Returns:
-        What the call gives, and its leaves by path.
+        What the call gives, and the values of its leaves by path: the very ones of `asked.values`
+        where it did not write.
 
     Raises:
         StateError: the call wrote parameters, or left something behind other than values of its
@@ -123,8 +143,9 @@ def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path
     came = Held.of(asked.arguments)
     call = _Call(asked, asked.filled(asked.values))
     others = call.before.others(call.after)
+    # The module itself is never changed, and what it holds is not either, cached values included.
+    call.before.python.put_back()
     if others:
-        call.before.python.put_back()  # the module itself is never changed
         raise StateError(
             f"from_flax: a call of the module left behind {some_of(others, 4)}, which would be"
             " lost: here a forward writes nnx.Variables alone, and every call begins at the module"
@@ -134,8 +155,11 @@ def checked_call(asked: NnxCall, params: Sequence[Path]) -> tuple[Any, dict[Path
             " what is only reported is returned, or noted in an nnx.Intermediate (self.weights ="
             " nnx.Intermediate(weights))"
         )
-    held = call.before.later(call.after)
-    if not all(path in held and raw(held[path]) is call.before.values[path] for path in params):
+    held = {
+        path: asked.values[path] if raw(leaf) is call.before.values[path] else raw(leaf)
+        for path, leaf in call.before.later(call.after).items()
+    }
+    if not all(path in held and held[path] is asked.values[path] for path in params):
         left = Held.of(asked.arguments)
         came.put_back()  # the call is made once more
         try:
@@ -156,12 +180,14 @@ class _Call:
     def __init__(self, asked: NnxCall, leaves: Mapping[Path, Any]) -> None:
         from flax import nnx
 
-        module = nnx.merge(asked.graph, nnx.from_flat_state(list(leaves.items())))
-        self.before = Contents.of(module)
+        with nnx_graphs():
+            module = nnx.merge(asked.graph, nnx.from_flat_state(list(leaves.items())))
+            self.before = Contents.of(module)
         try:
             self.out = asked.run(module, asked.arguments)
-            nnx.pop(module, nnx.Intermediate)  # what a call only reports is not kept
-            self.after = Contents.of(module)
+            with nnx_graphs():
+                nnx.pop(module, nnx.Intermediate)  # what a call only reports is not kept
+                self.after = Contents.of(module)
         except BaseException:
             self.before.python.put_back()
             raise
@@ -181,7 +207,7 @@ def _require_unwritten(call: _Call, asked: NnxCall, params: Sequence[Path]) -> N
         return [raw(held[path]) if path in held else 0 for path in params]
 
     stayed = unchanged(jax.make_jaxpr(values_after)([call.before.values[x] for x in params]))
-    written = [_named(path) for path, same in zip(params, stayed, strict=True) if not same]
+    written = [named(path) for path, same in zip(params, stayed, strict=True) if not same]
     if written:
         raise StateError(
             f"from_flax: a call of the module wrote the nnx.Param {some_of(written, 4)}, which"
@@ -227,14 +253,13 @@ def for_flax_alone(variable: Any, value: Any) -> Any:
 
 def _change(place: Place, was: Any, now: Any) -> str:
     path, name = place
-    return f"{_named((*path, name))}: {_short(was)}, then {_short(now)}"
+    before, after = _short(was), _short(now)
+    return f"{named((*path, name))}: {before}, then {'another' if after == before else after}"
 
 
 def _short(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array {value.shape}"
+    if isinstance(value, Drawn):
+        return "its next random number"
     return value.__name__.split(".")[-1] if isinstance(value, type) else f"{value!r:.40}"
-
-
-def _named(path: Path) -> str:
-    return "/".join(map(str, path)) or "the module"

@@ -8,24 +8,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, FURTHER
-from fzero.compat import is_key, key_bits
-from fzero.errors import PlanError, StateError
+from fzero.compat import nnx_graphs
+from fzero.errors import PlanError, StateError, some_of
+from fzero.flax.nnx_calls import raw
+from fzero.flax.nnx_modules import NnxModule, take_apart
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
-from fzero.nnx_calls import NnxCall, checked_call, for_flax_alone, raw
 from fzero.precision import called_with
-from fzero.python_state import Path
-from fzero.tree import PyTree, is_floating, named_leaves, shape_of
+from fzero.tree import PyTree, is_floating, named_leaves
 
 
 # What modules call the argument that tells training from evaluation, and its value in training.
@@ -135,10 +136,11 @@ def from_flax(
             "from_flax: an nnx module brings its own initial values, so example arguments and rng="
             " would be ignored; pass only the module and the loss"
         )
-    found, initial = _take_apart(module)
-    specs = _flat(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
+    with nnx_graphs():
+        found, initial = take_apart(module)
+        specs = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
     named = (("/".join(map(str, path)), raw(spec)) for path, spec in specs)
-    return _model(initial, found.call, loss, predict, _shard(named, axes or {}))
+    return _model(initial, _nnx_call(found), loss, predict, _shard(named, axes or {}))
 
 
 def _shard(
@@ -194,6 +196,7 @@ def _calls(
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
     """The module's calls in one pass, and what gives the buffers that the last one left."""
     current, num_calls = ctx.buffers, 0
+    trace = core.get_opaque_trace_state()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal current, num_calls
@@ -201,10 +204,26 @@ def _calls(
         num_calls += 1
         args, kwargs = called_with((args, kwargs), params, dtype)
         out, new = call(params, replace(ctx, rng=rng, buffers=current), args, kwargs)
+        if core.get_opaque_trace_state() != trace:
+            _require_unwritten(current, new)
         current = _as_before(current, new)
         return out
 
     return forward, lambda: current
+
+
+def _require_unwritten(old: PyTree, new: PyTree) -> None:
+    """Refuses buffers that a function which JAX transforms would lose."""
+    was = dict(named_leaves(old))
+    written = [path for path, leaf in named_leaves(new) if leaf is not was.get(path)]
+    if written:
+        raise StateError(
+            "from_flax: the loss calls forward within a function that JAX transforms"
+            " (jax.checkpoint, jax.jit, jax.grad, jax.vmap, a loop), and forward writes"
+            f" {some_of(written, 4)}, which would be lost there. Call it as it is (what is kept"
+            " for the backward pass, a plan says: Plan(remat='dots')), or have the module leave"
+            " its buffers alone there (a BatchNorm: use_running_average=True)"
+        )
 
 
 def _as_before(old: PyTree, new: PyTree) -> PyTree:
@@ -236,6 +255,18 @@ def _as_before(old: PyTree, new: PyTree) -> PyTree:
 
 def _told(leaf: Any) -> str:
     return "none" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _method(module: Any, name: Any) -> Callable[..., Any]:
+    """The method that a call asks for."""
+    function = getattr(module, name, None) if isinstance(name, str) else None
+    if not callable(function):
+        raise StateError(
+            f"from_flax: forward(..., method={name!r:.60}) calls that method of the module, and"
+            f" {type(module).__name__} has none of the name. An argument of __call__ that is named"
+            " method itself is given by its position"
+        )
+    return function
 
 
 def _with_flag(
@@ -315,7 +346,7 @@ def _linen_call(module: Any) -> _Call:
     ) -> tuple[Any, PyTree]:
         kwargs = dict(kwargs)
         wanted, method = kwargs.pop("mutable", None), kwargs.pop("method", "__call__")
-        function = getattr(module, method)
+        function = _method(module, method)
         kwargs = _with_flag(function, ctx.train, args, kwargs)
         # Streams of other names draw from "params", as linen has it.
         rngs = {
@@ -343,132 +374,18 @@ def _names(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     return (wanted,) if isinstance(wanted, str) else tuple(wanted)
 
 
-@dataclass(frozen=True)
-class _NnxLeaf:
-    """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
-
-    path: tuple[Any, ...]
-    kind: str  # "param", "buffer", "key" or "count": the latter two of a stream of random keys
-    template: Any
-    impl: Any = None  # of a buffer that is a random key: a state holds its bits
-
-    @property
-    def name(self) -> tuple[str, ...]:
-        """The path as keys of nested dicts."""
-        return tuple(str(step) for step in self.path)
-
-    def filled(self, value: Any) -> Any:
-        """The leaf with a value."""
-        if self.impl is not None:
-            value = jax.random.wrap_key_data(value, impl=self.impl)
-        return self.template.replace(value) if hasattr(self.template, "replace") else value
-
-
-@dataclass(frozen=True, eq=False)
-class _NnxModule:
-    """An nnx module taken apart: its structure in both modes, and what is known of every leaf."""
-
-    graphs: Mapping[bool, Any]
-    leaves: tuple[_NnxLeaf, ...]
-
+def _nnx_call(found: NnxModule) -> _Call:
     def call(
-        self, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+        params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, PyTree]:
-        """Puts the module together for one call and reads its buffers back."""
         kwargs = dict(kwargs)
         method = kwargs.pop("method", "__call__")
 
         def run(module: Any, arguments: PyTree) -> Any:
             args, kwargs = arguments
-            function = getattr(module, method)
+            function = _method(module, method)
             return function(*args, **_with_flag(function, ctx.train, args, kwargs))
 
-        def filled(values: Mapping[Path, Any]) -> dict[Path, Any]:
-            return {leaf.path: leaf.filled(values[leaf.path]) for leaf in self.leaves}
+        return found.call(params, ctx, run, (args, kwargs))
 
-        begun = {x.path: _fill(i, x, params, ctx) for i, x in enumerate(self.leaves)}
-        own = [leaf.path for leaf in self.leaves if leaf.kind == "param"]
-        asked = NnxCall(self.graphs[ctx.train], filled, begun, run, (args, kwargs))
-        out, held = checked_call(asked, own)
-        # What went is told as any other change of the buffers.
-        buffers = [leaf for leaf in self.leaves if leaf.kind == "buffer" and leaf.path in held]
-        return out, _nested({x.name: key_bits(jnp.asarray(raw(held[x.path]))) for x in buffers})
-
-
-def _fill(index: int, leaf: _NnxLeaf, params: PyTree, ctx: Context) -> Any:
-    """The value of a leaf in one call."""
-    empty = raw(leaf.template)
-    if leaf.kind == "count":
-        return jnp.zeros(empty.shape, empty.dtype)
-    if leaf.kind == "key":
-        # Every stream has a key of its own: nnx.reseed would give all dropout layers one mask.
-        key = jax.random.fold_in(ctx.rng, index)
-        return jax.random.split(key, empty.shape) if empty.shape else key
-    node = params if leaf.kind == "param" else ctx.buffers
-    for step in leaf.name:
-        node = node[step]
-    return jnp.asarray(node)
-
-
-def _take_apart(module: Any) -> tuple[_NnxModule, tuple[PyTree, PyTree]]:
-    """An nnx module without values, and those as read-only host copies; it stays as it was."""
-    from flax import nnx
-
-    own = nnx.clone(module)
-    nnx.pop(own, nnx.Intermediate)
-    graphs = {}
-    for train in (True, False):
-        # These two set `deterministic` and `use_running_average` all the way down.
-        _ = own.train() if train else own.eval()
-        graphs[train] = nnx.graphdef(own)
-    streams = [node for _, node in nnx.iter_graph(own) if isinstance(node, nnx.RngStream)]
-    drawn = {id(leaf): kind for x in streams for kind, leaf in (("key", x.key), ("count", x.count))}
-    leaves: list[_NnxLeaf] = []
-    values: dict[str, dict[tuple[str, ...], Any]] = {"param": {}, "buffer": {}}
-    for path, leaf in _flat(own):
-        kind = drawn.get(id(leaf), "param" if isinstance(leaf, nnx.Param) else "buffer")
-        value = _array(path, leaf)
-        shape = shape_of(value)
-        # Only shapes stay behind: a model's functions hold no arrays.
-        template: Any = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
-        if kind not in values:
-            template.set_metadata(on_get_value=for_flax_alone)
-        impl = jax.random.key_impl(value) if kind == "buffer" and is_key(value) else None
-        leaves.append(_NnxLeaf(path, kind, template, impl))
-        if kind in values:
-            copy = np.array(key_bits(value))
-            copy.flags.writeable = False
-            values[kind][leaves[-1].name] = copy
-    initial = _nested(values["param"]), _nested(values["buffer"])
-    return _NnxModule(graphs, tuple(leaves)), initial
-
-
-def _array(path: Path, leaf: Any) -> Any:
-    """What a leaf of a module holds, which is one array, or a number."""
-    value = raw(leaf)
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return value
-    if isinstance(value, bool | int | float | complex):
-        return np.asarray(value)
-    raise StateError(
-        f"from_flax: {'/'.join(map(str, path))}: this nnx.{type(leaf).__name__} holds a"
-        f" {type(value).__name__}, and what a state holds of a module are arrays by name. Give"
-        " each array a Variable of its own, made in __init__: nnx.Dict(a=nnx.Param(...),"
-        " b=nnx.Param(...)), or nnx.List([...])"
-    )
-
-
-def _flat(module: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    from flax import nnx
-
-    return list(nnx.to_flat_state(nnx.state(module)))
-
-
-def _nested(flat: Mapping[tuple[str, ...], Any]) -> PyTree:
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        node = tree
-        for step in path[:-1]:
-            node = node.setdefault(step, {})
-        node[path[-1]] = value
-    return tree
+    return call
