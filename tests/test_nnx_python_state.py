@@ -83,6 +83,10 @@ class Holds(nnx.Module):
     def counted(self):
         pass
 
+    @counting
+    def __neg__(self):
+        pass
+
     def noted(self, notes=[]):  # noqa: B006
         notes.append(1)
 
@@ -159,6 +163,7 @@ WRITES = {
     "legacy: its next random number": lambda self, x: self.legacy.rand(),
     "python: its next random number": lambda self, x: self.python.random(),
     "class Holds/counted/__dict__/n: 0, then 1": lambda self, x: self.counted(),
+    "class Holds/__neg__/__dict__/n: 0, then 1": lambda self, x: -self,
     r"class Holds/noted/__defaults__/0: \[\], then \[1\]": lambda self, x: self.noted(),
     "class Holds/tally/n: 0, then 1": lambda self, x: self.tally,
     "class Kind/n: 0, then 1": lambda self, x: add(self.own.kind),
