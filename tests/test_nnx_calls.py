@@ -172,6 +172,20 @@ class OwnMode(Block):
         self.mode.training = False
 
 
+class Merges(Block):
+    """Writes a parameter for evaluation."""
+
+    def eval(self, **kwargs):
+        super().eval(**kwargs)
+        self.dense.kernel[...] = self.dense.kernel[...] * 2
+
+
+class Drops(Block):
+    def eval(self, **kwargs):
+        super().eval(**kwargs)
+        del self.dense
+
+
 @flax.struct.dataclass
 class Tagged:
     value: jax.Array
@@ -302,6 +316,9 @@ def test_what_an_intermediate_and_a_mode_are_is_said():
     with pytest.raises(fz.StateError, match=r"eval\(\) wrote mode/training: nothing, then False"):
         fz.from_flax(module, loss)
     assert module.mode.training
+    for make, what in ((Merges, "dense/kernel: another value"), (Drops, "dense/bias: gone")):
+        with pytest.raises(fz.StateError, match=rf"eval\(\) wrote {what}"):
+            called(make)
     with pytest.raises(fz.StateError, match=r"bias: this nnx.Param is a shape without a value"):
         fz.from_flax(nnx.eval_shape(lambda: Block(nnx.Rngs(0))), loss)
     with pytest.raises(fz.StateError, match=r"method='sum'\) calls that method .* Block has none"):

@@ -118,6 +118,16 @@ class Contents:
             and any(owner is now.get(place) for place in ((*path, name), path))
         ]
 
+    def values_written(self, after: Contents) -> list[str]:
+        """Leaves that came, went or hold another value later, in words."""
+        paths = {**self.values, **after.values}
+        return [
+            f"{named(path)}: another value" if path in self.values and path in after.values
+            else f"{named(path)}: {'gone' if path in self.values else 'new'}"
+            for path in paths
+            if self.values.get(path) is not after.values.get(path)
+        ]  # fmt: skip
+
     def _moved(self, after: Contents) -> dict[Path, Path]:
         """Where leaves have changed places: by path, where its later leaf was before."""
         before = {id(leaf): path for path, leaf in self.leaves.items()}

@@ -19,7 +19,7 @@ from fzero.tree import PyTree, shape_of
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _NnxLeaf:
     """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
 
     path: tuple[Any, ...]
@@ -50,7 +50,7 @@ class NnxModule:
     """
 
     graphs: Mapping[bool, Any]
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[_NnxLeaf, ...]
     reports: frozenset[str]
 
     def call(
@@ -95,7 +95,7 @@ class NnxModule:
         return told
 
 
-def _fill(index: int, leaf: _Leaf, params: PyTree, ctx: Context) -> Any:
+def _fill(index: int, leaf: _NnxLeaf, params: PyTree, ctx: Context) -> Any:
     """The value of a leaf in one call."""
     empty = raw(leaf.template)
     if leaf.kind == "count":
@@ -119,7 +119,7 @@ def take_apart(module: Any) -> tuple[NnxModule, tuple[PyTree, PyTree]]:
     graphs = _in_both_modes(own)
     streams = [node for _, node in nnx.iter_graph(own) if isinstance(node, nnx.RngStream)]
     drawn = {id(leaf): kind for x in streams for kind, leaf in (("key", x.key), ("count", x.count))}
-    leaves: list[_Leaf] = []
+    leaves: list[_NnxLeaf] = []
     values: dict[str, dict[tuple[str, ...], Any]] = {"param": {}, "buffer": {}}
     for path, leaf in nnx.to_flat_state(nnx.state(own)):
         kind = drawn.get(id(leaf), "param" if isinstance(leaf, nnx.Param) else "buffer")
@@ -130,7 +130,7 @@ def take_apart(module: Any) -> tuple[NnxModule, tuple[PyTree, PyTree]]:
         if kind not in values:
             template.set_metadata(on_get_value=for_flax_alone)
         impl = jax.random.key_impl(value) if kind == "buffer" and is_key(value) else None
-        leaves.append(_Leaf(path, kind, template, impl))
+        leaves.append(_NnxLeaf(path, kind, template, impl))
         if kind in values:
             copy = np.array(key_bits(value))
             copy.flags.writeable = False
@@ -149,13 +149,15 @@ def _in_both_modes(module: Any) -> dict[bool, Any]:
         # These two set `deterministic` and `use_running_average` all the way down.
         _ = module.train() if train else module.eval()
         graphs[train] = nnx.graphdef(module)
-        shared += began.written_for_all(Contents.of(module))
+        now = Contents.of(module)
+        shared += began.written_for_all(now) + began.values_written(now)
     if shared:
         began.python.put_back()
         raise StateError(
-            f"from_flax: the module's train() or eval() wrote {some_of(shared, 4)}, in an object"
-            " that both modes have: keep the mode in an attribute of the module itself"
-            " (self.training = True)"
+            f"from_flax: the module's train() or eval() wrote {some_of(shared, 4)}, which both"
+            " modes have: a mode is an attribute of the module itself (self.training = True) that"
+            " the forward reads, and variables are the same in both (a LoRA is merged where it is"
+            " used, or after the training)"
         )
     return graphs
 
