@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity import check_parity
 from torch import nn
+from torch.nn import functional as F
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -154,7 +155,7 @@ def seen_by_a_view(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.part(x)
     view = y[:, 1:]
     y.detach().clamp_(0)
-    return torch.nn.functional.pad(view, (1, 0))
+    return F.pad(view, (1, 0))
 
 
 @pytest.mark.parametrize("run", [through_detach, through_data, seen_by_a_view])
@@ -174,6 +175,136 @@ def what_had_none_at_first(net: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_write_into_what_a_gradient_was_written_to_is_refused() -> None:
     with pytest.raises(ConversionError, match=r"under torch.no_grad\(\) into a value that has a"):
         tb.convert(Net(what_had_none_at_first), X)
+
+
+def what_is_filled_after_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Places for results, made under no_grad: alone, in a list."""
+    y = net.part(x)
+    with torch.no_grad():
+        out, twice = torch.zeros(x.shape[0], 4), y * 2
+        both = [x[:, :2] * 1, torch.zeros(x.shape[0], 2)]
+    out[:, 1:3] = y[:, :2]
+    twice.view(-1, 2, 2)[:, 0] = y[:, 2:]
+    both[0].add_(y[:, :2])
+    both[1].copy_(y[:, 2:])
+    return out + twice + torch.cat(both, 1)
+
+
+def what_is_written_in_a_region_and_after_it(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y, out = net.part(x), torch.zeros(x.shape[0], 4)
+    view = out[:, 1:]
+    with torch.no_grad():
+        out.add_(y)
+    out.mul_(y)
+    return out + F.pad(view, (1, 0))
+
+
+def what_goes_on_detached(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Truncated through time: no gradient comes from step to step."""
+    state = torch.zeros_like(x)
+    for _ in range(2):
+        state = torch.tanh(net.part(state + x)).detach()
+        state += net.part(x)
+        state[:, 1:] = net.part(state).data[:, 1:]
+    return state
+
+
+def what_is_written_in_a_detached_part(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The values are those of the whole as well, which has no gradient."""
+    y, whole = net.part(x), torch.zeros_like(x)
+    whole.data[:, 3] = 1.0
+    part, other = whole[:, 1:].detach(), whole.detach()
+    whole += 1
+    part += y[:, 1:]
+    again = part.detach()
+    again[:, :2] = again[:, :2] * 2
+    return y * whole + y * other + F.pad(again, (1, 0)) * y
+
+
+def a_buffer_by_its_data(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    net.seen.data.mul_(0.5).add_(y.mean(0))
+    return y * net.seen
+
+
+def what_a_region_alone_sees(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Written under no_grad, or through what it made; nothing with a gradient reads it later."""
+    y = net.part(x)
+    other = y * 3
+    with torch.no_grad():
+        other.chunk(2, 1)[0].mul_(2)
+        made = y * 2
+        made.detach().mul_(2)
+        largest = other.amax() + made.sum()
+    return y * largest
+
+
+@pytest.mark.parametrize(
+    "run",
+    [what_is_filled_after_a_region, what_is_written_in_a_region_and_after_it, what_goes_on_detached,
+     what_is_written_in_a_detached_part, a_buffer_by_its_data, what_a_region_alone_sees],
+)  # fmt: skip
+def test_a_write_has_its_gradient_where_it_was_written(run: Any) -> None:
+    check_parity(Net(run), X, train=True)
+
+
+def a_part_of_several(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.no_grad():
+        y.chunk(2, 1)[0].clamp_(0)
+    return y
+
+
+def rows_one_by_one(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.no_grad():
+        for row in y:
+            row.clamp_(0)
+    return y
+
+
+def a_part_of_the_data(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    y.data.split(1, 1)[0].clamp_(0)
+    return y
+
+
+def what_nothing_was_dropped_from(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.no_grad():
+        F.dropout(y, 0.5, False).clamp_(0)
+    return y
+
+
+def what_a_gradient_was_written_to(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(x).detach()
+    y += net.part(x)
+    y.detach().clamp_(0)
+    return y
+
+
+def what_a_detached_one_shares(net: Any, x: torch.Tensor) -> torch.Tensor:
+    whole = torch.zeros_like(x)
+    part = whole.detach()
+    part += net.part(x)
+    whole.clamp_(0)
+    return part
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (a_part_of_several, "under torch.no_grad"),
+        (rows_one_by_one, "under torch.no_grad"),
+        (a_part_of_the_data, "through .detach"),
+        (what_nothing_was_dropped_from, "under torch.no_grad"),
+        (what_a_gradient_was_written_to, "through .detach"),
+        (what_a_detached_one_shares, "into what shares its memory"),
+    ],
+)
+def test_values_without_their_gradient_are_refused(run: Any, said: str) -> None:
+    with pytest.raises(ConversionError, match=rf"clamp_.default in \(root\) writes {said}"):
+        tb.convert(Net(run), X)
 
 
 class Assigns(nn.Module):

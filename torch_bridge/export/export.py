@@ -24,13 +24,14 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError, warn
 from torch_bridge.export.decompose import decompositions, needs_decomposing
 from torch_bridge.export.graph.default_dtype import say_default_dtype
+from torch_bridge.export.graph.detached import separate_detached
 from torch_bridge.export.graph.in_place import (
     cast_what_is_copied,
     remove_hidden_aliases,
     replace_fresh_writes,
 )
 from torch_bridge.export.graph.memory import name_all_users
-from torch_bridge.export.graph.no_grad import inline_no_grad, refuse_detached_writes
+from torch_bridge.export.graph.no_grad import inline_no_grad
 from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
 from torch_bridge.export.remedies import remedy_of_example, remedy_of_trace
@@ -221,12 +222,12 @@ def _tidied(module: torch.nn.Module, trace: _Trace, mode: str) -> ExportedProgra
     """The program as it is lowered: in place of what writes, what gives a value; decomposed."""
     program = trace.program
     refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
-    refuse_detached_writes(program)
     inline_no_grad(program)
     refuse_written_copies(program, trace.copies, trace.arrays)
+    remove_hidden_aliases(program.graph_module)
+    separate_detached(program)
     say_default_dtype(program.graph_module)
     tidy_slices(program.graph_module)
-    remove_hidden_aliases(program.graph_module)
     cast_what_is_copied(program.graph_module)
     replace_fresh_writes(program.graph_module)
     try:

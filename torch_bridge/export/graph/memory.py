@@ -1,11 +1,18 @@
-"""Which operators of a graph write, and into what."""
+"""Which operators of a graph write, and into what memory.
+
+What shares memory is read from the tensors that torch.export noted for every value: parts (`chunk`,
+`unbind`, iteration) and operators that give an argument back (`atleast_2d`) show it as views do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as torch_pytree
 
 
 def name_all_users(program: ExportedProgram) -> None:
@@ -27,24 +34,47 @@ def writes(node: torch.fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def aliases(node: torch.fx.Node) -> bool:
-    """Whether what an operator returns may be in the memory of its first argument."""
-    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-    if not arguments or arguments[0].alias_info is None or not node.args:
-        return False
-    if str(node.target).startswith("aten.to."):
-        named = dict(zip((argument.name for argument in arguments), node.args, strict=False))
-        values = [getattr(x, "meta", {}).get("val") for x in (node.args[0], node)]
-        kinds = {getattr(value, "dtype", None) for value in values}
-        return len(kinds) == 1 and not {**named, **node.kwargs}.get("copy", False)
-    return True
+def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors an operator writes into: its first argument mostly, `out=`, or a list's."""
+    return [] if not writes(node) else _tensors([one for one, is_out in _given(node) if is_out])
+
+
+def read_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What an operator is given beside the tensors it writes into."""
+    return _tensors([one for one, is_out in _given(node) if not is_out])
+
+
+def _given(node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
+    """Each argument, and whether it is written to."""
+    named = {argument.name: argument for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    given = [*zip(named, node.args, strict=False), *node.kwargs.items()]
+    for name, value in given:
+        yield value, named[name].is_write
+
+
+def _tensors(values: Any) -> list[torch.fx.Node]:
+    return [one for one in torch_pytree.tree_leaves(values) if isinstance(one, torch.fx.Node)]
+
+
+def storages(node: torch.fx.Node) -> set[int]:
+    """What tells the memory of a value, or of the several that an operator returns."""
+    leaves = torch_pytree.tree_leaves(node.meta.get("val"))
+    strided = (t for t in leaves if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    return {StorageWeakRef(one.untyped_storage()).cdata for one in strided}
+
+
+def chain(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """A value, the views that led to it, and the value whose memory they all are in, last."""
+    found, own = [node], storages(node)
+    while own:
+        given = (one for one in found[-1].all_input_nodes if not own.isdisjoint(storages(one)))
+        if (current := next(given, None)) is None:
+            break
+        found.append(current)
+    return found
 
 
 def memory_of(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The value whose memory an in-place operator writes to, last, and the views that led to it."""
-    found: list[torch.fx.Node] = []
-    current: Any = node.args[0] if node.args else None
-    while isinstance(current, torch.fx.Node):
-        found.append(current)
-        current = current.args[0] if aliases(current) else None
-    return found
+    found = written_by(node)
+    return chain(found[0]) if found else []
