@@ -221,6 +221,15 @@ def what_is_written_in_a_detached_part(net: Any, x: torch.Tensor) -> torch.Tenso
     return y * whole + y * other + F.pad(again, (1, 0)) * y
 
 
+def each_row_of_a_map(net: Any, x: torch.Tensor) -> torch.Tensor:
+    def run(row: torch.Tensor) -> torch.Tensor:
+        state = (row * 2).detach()
+        state += row
+        return state
+
+    return torch.vmap(run)(net.part(x))
+
+
 def a_buffer_by_its_data(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.part(x)
     net.seen.data.mul_(0.5).add_(y.mean(0))
@@ -242,7 +251,8 @@ def what_a_region_alone_sees(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "run",
     [what_is_filled_after_a_region, what_is_written_in_a_region_and_after_it, what_goes_on_detached,
-     what_is_written_in_a_detached_part, a_buffer_by_its_data, what_a_region_alone_sees],
+     what_is_written_in_a_detached_part, each_row_of_a_map, a_buffer_by_its_data,
+     what_a_region_alone_sees],
 )  # fmt: skip
 def test_a_write_has_its_gradient_where_it_was_written(run: Any) -> None:
     check_parity(Net(run), X, train=True)

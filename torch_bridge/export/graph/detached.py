@@ -90,7 +90,7 @@ def _copy(
     for node in apart:
         with graph.inserting_after(node):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+        copy.meta = dict(node.meta)
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, own=copy: user is not own)
         for _, pairs in seen:
             for one in pairs:

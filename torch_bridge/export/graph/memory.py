@@ -59,8 +59,16 @@ def _tensors(values: Any) -> list[torch.fx.Node]:
 def storages(node: torch.fx.Node) -> set[int]:
     """What tells the memory of a value, or of the several that an operator returns."""
     leaves = torch_pytree.tree_leaves(node.meta.get("val"))
-    strided = (t for t in leaves if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    whole = [_unmapped(one) for one in leaves if isinstance(one, torch.Tensor)]
+    strided = (one for one in whole if one.layout is torch.strided)
     return {StorageWeakRef(one.untyped_storage()).cdata for one in strided}
+
+
+def _unmapped(value: torch.Tensor) -> torch.Tensor:
+    """What a tensor within `torch.vmap` is a row of: that one has the memory."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
 
 
 def chain(node: torch.fx.Node) -> list[torch.fx.Node]:
