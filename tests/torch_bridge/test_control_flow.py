@@ -12,6 +12,7 @@ import torch
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import torch_bridge as tb
@@ -98,6 +99,25 @@ class Slopes(Functional):
         return closed, value, each, *columns, *pushed
 
 
+class Tangents(torch.nn.Module):
+    """torch.func.jvp through operators that are made of others, and with its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def mixed(a: torch.Tensor, b: dict[str, torch.Tensor]) -> Any:
+            y = a @ self.weight + torch.softmax(b["x"] * x, -1)  # (x is a constant here)
+            return (a + y.std(1, keepdim=True), {"y": y.flatten()}), a.sum()
+
+        given = (x, {"x": x.cos()})
+        out, pushed, total = torch.func.jvp(mixed, given, (x.sin(), {"x": x}), has_aux=True)
+        with torch.no_grad():
+            fixed = torch.func.jvp(lambda a: a @ self.weight, (x,), (x.cos(),))[1]
+        return out[0], out[1]["y"], pushed[0], pushed[1]["y"], total, fixed * x
+
+
 class Columns(Functional):
     """Rows of a result that lie along its last dim, or are one for all."""
 
@@ -112,7 +132,7 @@ def leaves(out: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    [Chosen, Scanned, Forces, Slopes, Columns]
+    [Chosen, Scanned, Forces, Slopes, Tangents, Columns]
     + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional)],
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
@@ -224,6 +244,12 @@ class Linearized(Functional):
         return torch.func.linearize(self.inner, x)[1](x)
 
 
+class Dual(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(self.inner(forward_ad.make_dual(x, x))).tangent
+
+
 class NotOneNumber(Functional):
     def forward(self, x: torch.Tensor) -> Any:
         return torch.func.grad(self.inner)(x)
@@ -238,12 +264,15 @@ class NotOneNumber(Functional):
         (Columns, r"torch\.func\.jacfwd.*jacrev"),
         (Pushed, r"torch\.func\.jvp under torch\.vmap.*jvp\(torch\.vmap"),
         (Linearized, r"torch\.func\.linearize.*torch\.func\.jvp"),
+        (Dual, r"torch\.autograd\.forward_ad.*torch\.func\.jvp"),
         (NotOneNumber, r"torch\.func\.grad.*one number.*vjp"),
     ],
 )
 def test_what_has_no_form_is_refused(kind: type[torch.nn.Module], said: str) -> None:
     with pytest.raises(ConversionError, match=said):
         tb.convert(kind(), torch.ones(4, 3))
+    with forward_ad.dual_level():  # as before: no level is left open
+        assert forward_ad.unpack_dual(forward_ad.make_dual(*torch.ones(2, 1))).tangent == 1
 
 
 def test_parity_leaves_out_what_no_graph_holds() -> None:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
@@ -119,7 +120,8 @@ def record_grad(
 @contextlib.contextmanager
 def functional_gradients() -> Iterator[None]:
     """While a module is exported: `torch.func.grad` and the like are recorded."""
-    with replaced((eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()):
+    functions = [(eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()]
+    with replaced([*functions, (forward_ad, "enter_dual_level", _no_dual_level)]):
         yield
 
 
@@ -163,24 +165,41 @@ def _vjp(
     return (_outward(out), pull, _outward(aux)) if has_aux else (_outward(out), pull)
 
 
-_jvp = eager_transforms._jvp_with_argnums
-
-
 def _jvp_but_of_columns(
-    function: Any, primals: Any, tangents: Any, argnums: Any = None, **kwargs: Any
-) -> Any:
-    """`torch.func.jvp` is traced as it is; `jacfwd`, which alone says `argnums`, has no trace."""
+    function: Any,
+    primals: Any,
+    tangents: Any,
+    argnums: Any = None,
+    *,
+    strict: bool = False,
+    has_aux: bool = False,
+) -> tuple[Any, ...]:
+    """What stands for `torch.func.jvp`; `jacfwd`, which alone says `argnums`, has no trace.
+
+    What `vjp` gives is linear in what it is given, and its gradient by that is the tangent. (Traced
+    as it is, torch.export would lose the tangents of all that is made of other operators: matmul.)
+    """
     if argnums is not None:
         raise ConversionError(
             "torch.func.jacfwd (or hessian) in the forward is not converted: torch.func.jacrev has"
             " the same values, and jacrev(jacrev(f)) is the hessian"
         )
-    if any(map(torch._C._functorch.is_batchedtensor, pytree.tree_leaves((primals, tangents)))):
+    given, spec = pytree.tree_flatten(tangents)
+    if any(map(torch._C._functorch.is_batchedtensor, pytree.tree_leaves((primals, given)))):
         raise ConversionError(
             "torch.func.jvp under torch.vmap in the forward: turn them around,"
             " torch.func.jvp(torch.vmap(f), (x,), (tangents,)) has the same values"
         )
-    return _jvp(function, primals, tangents, argnums, **kwargs)
+    if pytree.tree_structure(primals) != spec:
+        raise ConversionError(
+            "torch.func.jvp in the forward: primals and tangents are tuples of one structure"
+        )
+    out, pull, *aux = _vjp(function, *primals, has_aux=has_aux)
+    outs, spec = pytree.tree_flatten(out)
+    weights = [torch.zeros_like(x) for x in outs]
+    pulled = pytree.tree_leaves(pull(pytree.tree_unflatten(weights, spec), create_graph=True))
+    found = record_grad(pulled, weights, given, create_graph=torch.is_grad_enabled())
+    return out, pytree.tree_unflatten(list(found), spec), *aux
 
 
 def _no_graph(_: Any) -> Any:
@@ -188,6 +207,14 @@ def _no_graph(_: Any) -> Any:
     raise ConversionError(
         "torch.func.linearize in the forward is not converted: torch.func.jvp(f, primals, tangents)"
         " has the same values, called for each of the tangents"
+    )
+
+
+def _no_dual_level() -> int:
+    """A level that is in a graph is left open where decomposing that fails."""
+    raise ConversionError(
+        "torch.autograd.forward_ad in the forward is not converted: torch.func.jvp(f, primals,"
+        " tangents) has the same values"
     )
 
 
