@@ -91,7 +91,8 @@ def _copy(
         with graph.inserting_after(node):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user, own=copy: user is not own)
+        node.replace_all_uses_with(copy)
+        copy.args = (node,)  # its own, too
         for _, pairs in seen:
             for one in pairs:
                 one[:] = [copy if given is node else given for given in one]
