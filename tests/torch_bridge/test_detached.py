@@ -123,6 +123,31 @@ def a_branch_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y * z
 
 
+def regions_in_an_autocast(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch.export forgets those that begin there."""
+    y = net.part(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        z = y + 1
+        with torch.no_grad():
+            z = z + y * 2
+            with torch.enable_grad():
+                z = z * y
+        z = z * y
+        with torch.inference_mode():
+            w = y * 3
+    return z + w
+
+
+def a_buffer_in_an_autocast(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """As codebooks are averaged."""
+    y = net.part(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        with torch.no_grad():
+            net.seen.mul_(0.5).add_(y.mean(0))
+        z = y * net.seen
+    return z
+
+
 def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.part(x)
     return y + net.norm(y)
@@ -133,6 +158,7 @@ def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
     [what_an_operator_gives_back, what_a_region_computes, what_a_region_makes, a_region_in_a_region,
      a_branch_in_a_region, averages_over_all_batches, weights_that_do_not_train,
      a_factor_without_gradient, a_buffer, what_only_the_detached_sees, a_value_used_before,
+     regions_in_an_autocast, a_buffer_in_an_autocast,
      what_has_no_gradient, what_was_made_before_a_region],
 )  # fmt: skip
 def test_as_in_pytorch(run: Any) -> None:
@@ -161,6 +187,43 @@ def seen_by_a_view(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("run", [through_detach, through_data, seen_by_a_view])
 def test_a_write_that_pytorch_has_no_gradient_of_is_refused(run: Any) -> None:
     with pytest.raises(ConversionError, match=r"clamp_.default in \(root\) writes through .detach"):
+        tb.convert(Net(run), X)
+
+
+def from_within(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        y.clamp_(0)
+    return y
+
+
+def from_within_through_data(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.data.clamp_(0)
+    return y
+
+
+def into_what_is_detached_outside(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        y.clamp_(0)
+    return y
+
+
+def into_what_is_detached_within(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net.part(x).detach()
+    return y.clamp_(0)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [from_within, from_within_through_data, into_what_is_detached_outside,
+     into_what_is_detached_within],
+)  # fmt: skip
+def test_a_write_that_an_autocast_stands_between_is_refused(run: Any) -> None:
+    with pytest.raises(ConversionError, match=r"clamp_.default .*a body of torch.autocast stands"):
         tb.convert(Net(run), X)
 
 

@@ -427,6 +427,26 @@ def test_arrays_of_64_bits_are_not_cut() -> None:
         jax.jit(converted)(large)
 
 
+@pytest.mark.parametrize(
+    ("example", "given"),
+    [
+        (torch.uint8, np.array([300])), (torch.uint8, np.array([-1])),
+        (torch.int8, np.array([200], np.uint8)), (torch.bool, np.array([7])),
+        (torch.int64, np.array([3_000_000_000], np.uint32)),
+    ],
+)  # fmt: skip
+def test_whole_numbers_are_not_wrapped_to_the_examples_dtype(
+    example: torch.dtype, given: np.ndarray[Any, Any]
+) -> None:
+    converted = tb.convert(Fn(lambda x: x / 2), torch.zeros(1, dtype=example), train=False)
+    with pytest.raises(ConversionError, match=r"do not fit into .*, the example's dtype"):
+        converted(given)
+    assert converted(np.sign(given) ** 2).tolist() == [0.5]
+    assert converted(np.ones(1, np.bool_)).tolist() == [0.5]
+    with pytest.raises(ConversionError, match=r"some may not fit: give .astype\(np\."):
+        jax.jit(converted)(given.astype(np.uint32))
+
+
 class Residual(nn.Linear):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return h + torch.tanh(super().forward(h))

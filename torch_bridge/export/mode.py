@@ -272,7 +272,27 @@ def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
         raise ConversionError(
             f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name}"
         )
+    _refuse_wrapped(path, array, np.dtype(dtype))
     return array.astype(dtype)
+
+
+def _refuse_wrapped(path: str, array: jax.Array, dtype: np.dtype[Any]) -> None:
+    """Refuse whole numbers that are no longer the same in the example's dtype."""
+    if dtype.kind not in "iub" or not array.size or np.can_cast(array.dtype, dtype):
+        return
+    if isinstance(array, jax.core.Tracer):
+        raise ConversionError(
+            f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name},"
+            f" of which some may not fit: give .astype(np.{dtype.name}), or convert with an example"
+            f" of {array.dtype.name}"
+        )
+    low, high = int(array.min()), int(array.max())
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if low < least or high > most:
+        raise ConversionError(
+            f"argument `{path}`: {low} to {high} do not fit into {dtype.name}, the example's dtype;"
+            " convert with an example of the dtype that is given"
+        )
 
 
 def _refuse_cut(path: str, value: Any) -> None:

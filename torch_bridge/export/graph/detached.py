@@ -6,12 +6,15 @@ after each write: a gradient that was written through the detached one would be 
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError
 from torch_bridge.export.graph.memory import chain, storages, written_by
 from torch_bridge.export.graph.sides import (
+    begins,
     detaches,
     has_gradient,
     in_memory,
@@ -33,11 +36,13 @@ def separate_detached(program: ExportedProgram) -> None:
         ConversionError: a write changes the values of a tensor whose gradient stays what it was,
             and that is used later: there is no such tensor in JAX.
     """
-    inputs = set(program.graph_signature.user_inputs)
-    for graph_module in program.graph_module.modules():
-        if not isinstance(graph_module, torch.fx.GraphModule):
-            continue
+    _refuse_what_crosses(program)
+    inputs, kept = set(program.graph_signature.user_inputs), _buffers(program)
+    for graph_module in _in_use(program.graph_module):
         graph = graph_module.graph
+        if graph_module is not program.graph_module:  # what a body is given may have a gradient
+            given = [node for node in graph.nodes if node.op == "placeholder"]
+            inputs = {node.name for node in given if not storages(node) <= kept}
         into = [(node, target) for node in graph.nodes for target in written_by(node)]
         for node, target in into:
             _refuse_values_without_their_gradient(node, target, inputs)
@@ -46,6 +51,49 @@ def separate_detached(program: ExportedProgram) -> None:
         if apart:
             _copy(graph, apart, into)
             graph_module.recompile()
+
+
+def _refuse_what_crosses(program: ExportedProgram) -> None:
+    """Refuses such writes where a body of `torch.autocast` has one side of a memory alone."""
+    graphs, kept = [one.graph for one in _in_use(program.graph_module)], _buffers(program)
+    begun = [
+        {own for node in graph.nodes if begins(node) for own in storages(node)} for graph in graphs
+    ]
+    for number, graph in enumerate(graphs):
+        elsewhere = set[int]().union(*(x for i, x in enumerate(begun) if i != number))
+        for node in graph.nodes:
+            for target in written_by(node):
+                if storages(target) <= kept:
+                    continue
+                passed = chain(target)
+                outside = number > 0 and passed[-1].op == "placeholder"
+                under = is_without_gradient(node)
+                if (outside and (under or any(map(begins, passed)))) or (
+                    not under and not elsewhere.isdisjoint(storages(target))
+                ):
+                    raise ConversionError(
+                        f"{node.target} in {module_path(node)} writes {_way(node, target)} a value,"
+                        " and a body of torch.autocast stands between the write and that value, so"
+                        f" that its gradient would be lost.\n  at: {source_line(node)}\n  Write"
+                        " into a copy (.detach().clone()), or on that side of the autocast."
+                    )
+
+
+def _buffers(program: ExportedProgram) -> set[int]:
+    """What tells the memory of buffers, which have no gradient to lose."""
+    names = program.graph_signature.inputs_to_buffers
+    nodes = (node for node in program.graph_module.graph.nodes if node.name in names)
+    return {own for node in nodes for own in storages(node)}
+
+
+def _in_use(root: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """A graph with its bodies, but for those that were inlined."""
+    found = [root]
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            body = operator.attrgetter(str(node.target))(root)
+            found += _in_use(body) if isinstance(body, torch.fx.GraphModule) else []
+    return found
 
 
 def _refuse_values_without_their_gradient(

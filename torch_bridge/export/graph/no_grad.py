@@ -59,6 +59,8 @@ def _inline_one(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> None
                 results = torch.fx.map_arg(inner.args[0], lambda n: mapping[n])
             elif inner.op == "get_attr":
                 mapping[inner] = _adopt(graph_module, body, inner)
+                if not enabled:
+                    _mark_bodies(getattr(graph_module, mapping[inner].target))
             else:
                 copied = graph.node_copy(inner, lambda n: mapping[n])
                 mapping[inner] = copied
@@ -84,6 +86,16 @@ def _adopt(graph_module: torch.fx.GraphModule, body: torch.fx.GraphModule, inner
     made = graph_module.graph.get_attr(name)
     made.meta = dict(inner.meta)
     return made
+
+
+def _mark_bodies(body: Any) -> None:
+    """Note of all operators of a body within `no_grad`, of `torch.autocast` say, that they are."""
+    if isinstance(body, torch.fx.GraphModule):
+        for graph_module in body.modules():
+            if isinstance(graph_module, torch.fx.GraphModule):
+                for node in graph_module.graph.nodes:
+                    if node.op == "call_function":
+                        mark_as_without_gradient(node)
 
 
 def _leaving(graph: torch.fx.Graph, value: Any, made: set[Any]) -> Any:

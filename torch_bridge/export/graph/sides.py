@@ -30,7 +30,8 @@ def detaches(node: torch.fx.Node) -> bool:
     return str(node.target) == "aten.detach.default"
 
 
-def _begins(node: torch.fx.Node) -> bool:
+def begins(node: torch.fx.Node) -> bool:
+    """Whether a value is the first of a side."""
     # What is written to under no_grad is still the tensor that it was.
     return detaches(node) or (is_without_gradient(node) and not writes(node))
 
@@ -38,13 +39,13 @@ def _begins(node: torch.fx.Node) -> bool:
 def side_of(node: torch.fx.Node) -> torch.fx.Node:
     """The first value of a tensor's side."""
     passed = chain(node)
-    return next((one for one in passed if _begins(one)), passed[-1])
+    return next((one for one in passed if begins(one)), passed[-1])
 
 
 def sides_of(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The first values of all sides of a tensor's memory."""
     root = chain(node)[-1]
-    return [root, *(one for one in in_memory(root, storages(node)) if _begins(one))]
+    return [root, *(one for one in in_memory(root, storages(node)) if begins(one))]
 
 
 def in_memory(
@@ -62,7 +63,7 @@ def in_memory(
     pending = [start]
     while pending:
         for user in pending.pop().users:
-            if user is but or user in found or (side and _begins(user)):
+            if user is but or user in found or (side and begins(user)):
                 continue
             if not own.isdisjoint(storages(user)):
                 found[user] = None
@@ -125,7 +126,7 @@ def has_gradient(node: torch.fx.Node, inputs: set[str], at: torch.fx.Node) -> bo
         if isinstance(value, torch.Tensor) and not _is_differentiable(value):
             continue
         pending += _written_before(current, at)
-        if _begins(current) or _is_new(current):
+        if begins(current) or _is_new(current):
             continue
         if isinstance(value, torch.Tensor) and current.op == "placeholder":
             if current.name in inputs:

@@ -1,7 +1,8 @@
 """Inference mode as a region under `no_grad`, in which nothing switches gradients on again.
 
 torch.export keeps no trace of it. What PyTorch computes there has no gradient, whatever
-`enable_grad` says.
+`enable_grad` says. And it forgets `no_grad` within `torch.autocast`: so it is shown each region
+with the autocast begun anew in it, which is the same.
 """
 
 from __future__ import annotations
@@ -16,32 +17,58 @@ from torch_bridge.export.stand_ins.replacement import StandIn
 def inference_as_no_grad() -> tuple[StandIn, ...]:
     """What stands for inference mode and for what switches gradients, in one export."""
     entered: list[tuple[bool, bool]] = []  # for each region: its mode, and what was on before it
+    casts: list[Any] = []  # that are open
+    enter_cast, leave_cast = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def allow(mode: bool) -> None:
+        if mode == torch.is_grad_enabled():
+            return
+        for cast in reversed(casts):
+            leave_cast(cast, None, None, None)
+        torch._C._set_grad_enabled(mode)
+        for cast in casts:
+            enter_cast(cast)
+
+    def begin_cast(self: Any) -> Any:
+        casts.append(self)
+        return enter_cast(self)
+
+    def end_cast(self: Any, *error: Any) -> Any:
+        casts.pop()
+        return leave_cast(self, *error)
 
     def allowed(mode: bool) -> bool:
         return mode and not (entered and entered[-1][0])
 
     def enter_region(self: Any) -> None:
         entered.append((self.mode, torch.is_grad_enabled()))
-        torch._C._set_grad_enabled(not self.mode)
+        allow(not self.mode)
 
     def leave_region(self: Any, *_: Any) -> None:
-        torch._C._set_grad_enabled(entered.pop()[1])
+        allow(entered.pop()[1])
 
     def switch_on(self: Any) -> None:
         self.prev = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(allowed(True))
+        allow(allowed(True))
 
     def make(self: Any, mode: bool) -> None:
         self.prev, self.mode = torch.is_grad_enabled(), mode
-        torch._C._set_grad_enabled(allowed(mode))
+        allow(allowed(mode))
+
+    def back(self: Any, *_: Any) -> None:
+        allow(self.prev)
 
     def switch(self: Any) -> None:
-        torch._C._set_grad_enabled(allowed(self.mode))
+        allow(allowed(self.mode))
 
     return (
         (torch.inference_mode, "__enter__", enter_region),
         (torch.inference_mode, "__exit__", leave_region),
         (torch.enable_grad, "__enter__", switch_on),
+        (torch.enable_grad, "__exit__", back),
         (torch.set_grad_enabled, "__init__", make),
         (torch.set_grad_enabled, "__enter__", switch),
+        (torch.set_grad_enabled, "__exit__", back),
+        (torch.autocast, "__enter__", begin_cast),
+        (torch.autocast, "__exit__", end_cast),
     )
