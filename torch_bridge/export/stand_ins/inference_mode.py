@@ -18,7 +18,8 @@ def inference_as_no_grad() -> tuple[StandIn, ...]:
     """What stands for inference mode and for what switches gradients, in one export."""
     entered: list[tuple[bool, bool]] = []  # for each region: its mode, and what was on before it
     casts: list[Any] = []  # that are open
-    enter_cast, leave_cast = torch.autocast.__enter__, torch.autocast.__exit__
+    own: Any = torch.autocast
+    enter_cast, leave_cast = own.__enter__, own.__exit__
 
     def allow(mode: bool) -> None:
         if mode == torch.is_grad_enabled():
