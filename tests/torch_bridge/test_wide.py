@@ -529,6 +529,14 @@ def test_a_sum_of_complex_numbers_is_complex() -> None:
     np.testing.assert_allclose(tb.convert(module, x)(x), module(x), rtol=1e-6)
 
 
+def test_exponents_and_numbers_that_fill_may_be_complex() -> None:
+    def raised(x: torch.Tensor) -> Any:
+        z = torch.complex(x, x * x) ** (1.5 + 0.5j)
+        return torch.view_as_real(z), torch.view_as_real(x ** (1j) + torch.full((4,), 2 - 1j))
+
+    check_parity(Fn(raised), torch.rand(3, 4) + 0.5)
+
+
 def test_the_factor_of_a_complex_matrix_has_pytorchs_gradient() -> None:
     def factor(x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(x, x * x.sin())

@@ -133,6 +133,8 @@ def _pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
     base = cast(x, dtype)
     if not (is_float(dtype) or is_complex(dtype)):
         return _whole_power(base, cast(exponent, dtype))
+    if isinstance(exponent, complex):
+        return jnp.power(base, cast(exponent, dtype))
     if float(exponent).is_integer() and abs(exponent) <= 16:
         # Repeated multiplication: exact gradients at 0 and no call to the slow general pow.
         return base ** int(exponent)

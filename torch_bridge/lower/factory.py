@@ -21,6 +21,8 @@ def _number_dtype(values: Sequence[Any], dtype: Any) -> np.dtype[Any]:
         return jax_dtype(dtype)
     if all(isinstance(v, bool) for v in values):
         return np.dtype(np.bool_)
+    if any(isinstance(v, complex) for v in values):
+        return np.dtype(np.complex64)
     return canonical("int64") if all(isinstance(v, int) for v in values) else np.dtype("float32")
 
 
