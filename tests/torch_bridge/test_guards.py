@@ -573,3 +573,19 @@ def test_a_line_of_the_bridge_s_own_layers_is_not_named_as_a_user_s() -> None:
     assert found is not None
     assert found[0] == "0"
     assert found[1].endswith("return self.b(self.a(x))")
+
+
+class TriesARow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x).reshape(-1, 5)
+        except RuntimeError:
+            return super().forward(x)
+
+
+def test_what_fails_for_some_sizes_is_tried_for_each() -> None:
+    module = TriesARow(4, 4)
+    converted = tb.convert(module, X)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        np.testing.assert_allclose(converted(x), module(x).detach(), 1e-5, 1e-6)

@@ -30,7 +30,7 @@ from torch_bridge.export.graph.in_place import (
     remove_hidden_aliases,
     replace_fresh_writes,
 )
-from torch_bridge.export.graph.memory import name_all_users
+from torch_bridge.export.graph.memory import forget_failed_calls, name_all_users
 from torch_bridge.export.graph.no_grad import inline_no_grad
 from torch_bridge.export.graph.places import places_of_tensors
 from torch_bridge.export.graph.slices import tidy_slices
@@ -393,6 +393,7 @@ def _export_most_dynamic(
                 refuse_functions(functions, mode)
                 _refuse_asked(asked, mode)
                 name_all_users(program)
+                forget_failed_calls(program)
                 keep_values(program, (*module.named_parameters(), *module.named_buffers()))
                 return program, dynamic
     refuse_functions(functions, mode)

@@ -28,6 +28,20 @@ def name_all_users(program: ExportedProgram) -> None:
                     given.users.setdefault(node)
 
 
+def forget_failed_calls(program: ExportedProgram) -> None:
+    """Take out calls that raised: where a `try` caught that, they stand there without a value.
+
+    Args:
+        program: as traced; changed in place.
+    """
+    graph = program.graph_module.graph
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        gives = schema is not None and bool(schema.returns)
+        if gives and node.meta.get("val") is None and not node.users:
+            graph.erase_node(node)
+
+
 def writes(node: torch.fx.Node) -> bool:
     """Whether an operator writes into an argument."""
     schema = getattr(node.target, "_schema", None)
