@@ -334,6 +334,11 @@ def test_buffers_are_not_written_within_a_transformation():
     with pytest.raises(fz.StateError, match=r"transforms .*forward writes norm/mean, norm/var"):
         called(Block, within)
 
+    def penalty(forward, batch):
+        return jnp.mean(jax.grad(lambda x: jnp.sum(forward(x) ** 3))(batch) ** 2)
+
+    jax.tree.map(np.testing.assert_array_equal, called(Block, penalty)[2], called(Block)[2])
+
     class Draws(Block):
         def __init__(self, rngs):
             super().__init__(rngs)

@@ -205,7 +205,9 @@ def _calls(
         num_calls += 1
         args, kwargs = called_with((args, kwargs), params, dtype)
         out, new = call(params, replace(ctx, rng=rng, buffers=current), args, kwargs)
-        if core.get_opaque_trace_state() != trace:
+        # What `jax.grad` and `jax.jvp` follow holds its value of the trace around: none is lost.
+        followed = any(hasattr(leaf, "primal") for leaf in jax.tree.leaves((args, kwargs)))
+        if core.get_opaque_trace_state() != trace and not followed:
             _require_unwritten(current, new)
         current = _as_before(current, new)
         return out
@@ -220,7 +222,7 @@ def _require_unwritten(old: PyTree, new: PyTree) -> None:
     if written:
         raise StateError(
             "from_flax: the loss calls forward within a function that JAX transforms"
-            " (jax.checkpoint, jax.jit, jax.grad, jax.vmap, a loop), and forward writes"
+            " (jax.checkpoint, jax.jit, jax.vmap, a loop), and forward writes"
             f" {some_of(written, 4)}, which would be lost there. Call it as it is (what is kept"
             " for the backward pass, a plan says: Plan(remat='dots')), or have the module leave"
             " its buffers alone there (a BatchNorm: use_running_average=True)"

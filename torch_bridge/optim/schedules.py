@@ -25,7 +25,7 @@ from torch_bridge.optim.rates import Rates
 _CHANGING = ("lr", "momentum", "betas")
 # Values that are looked up rather than computed, where a schedule goes on for ever.
 _TABLE = 1024
-# What those may grow by: all are finite in float32, whatever they begin at.
+# What those may grow by, so that they are finite in float32, and their factor in float64.
 _GROWTH = 2.0**64
 # How many values of the next period are compared with what a pattern says.
 _CHECKED = 1024
