@@ -34,7 +34,7 @@ from torch_bridge.export.stand_ins.checks_of_values import (
 from torch_bridge.export.stand_ins.distributions import unchecked_distributions
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
-from torch_bridge.export.stand_ins.inference_mode import inference_as_no_grad
+from torch_bridge.export.stand_ins.gradient_modes import regions_without_gradients
 from torch_bridge.export.stand_ins.literals import LITERALS, OF_SIZES
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
@@ -127,7 +127,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         OF_SIZES,
         *NUMBERS,
         *OF_ARRAYS,
-        *inference_as_no_grad(),
+        *regions_without_gradients(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.

@@ -1,8 +1,9 @@
-"""Inference mode as a region under `no_grad`, in which nothing switches gradients on again.
+"""Regions without gradients, as torch.export keeps them.
 
-torch.export keeps no trace of it. What PyTorch computes there has no gradient, whatever
-`enable_grad` says. And it forgets `no_grad` within `torch.autocast`: so it is shown each region
-with the autocast begun anew in it, which is the same.
+It keeps no trace of inference mode: that is a region under `no_grad`, in which nothing switches
+gradients on again, as what PyTorch computes there has none whatever `enable_grad` says. And it
+forgets `no_grad` within `torch.autocast`: it is shown each region with the autocast begun anew in
+it, which is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch_bridge.export.stand_ins.replacement import StandIn
 
 
-def inference_as_no_grad() -> tuple[StandIn, ...]:
+def regions_without_gradients() -> tuple[StandIn, ...]:
     """What stands for inference mode and for what switches gradients, in one export."""
     entered: list[tuple[bool, bool]] = []  # for each region: its mode, and what was on before it
     casts: list[Any] = []  # that are open
