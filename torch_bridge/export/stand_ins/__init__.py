@@ -9,7 +9,6 @@
 - `gradient_modes`: regions without gradients. `literals`: numbers of Python on the `meta` device.
 - `numbers_as_places`: writes to places that a tensor of one number says.
 - `strides`: what a forward reads and writes by strides over memory.
-- `assigned`: buffers that a forward assigns anew.
 - `arrays`: tensors that share the memory of what a forward writes to.
 - `embedding_norms`: embeddings that scale their weight as they are read (`max_norm=`).
 - `replacement`: attributes that are others for a while.
