@@ -94,8 +94,8 @@ def from_flax(
         StateError: examples or a seed for an nnx module, which has its values; an nnx variable of
             several arrays; or (in a step) a call that changes the structure, shapes or dtypes of
             the buffers, reads what a stream of random keys holds, or writes to an nnx module what
-            would be lost: parameters, or anything that is no nnx.Variable; or buffers within a function
-            that JAX transforms, such as `jax.checkpoint`.
+            would be lost: parameters, or anything that is no nnx.Variable; or buffers within a
+            function that JAX transforms, such as `jax.checkpoint`.
         PlanError: an annotation has a name that is no mesh axis and not in `axes`, or `loss` or
             `predict` takes other arguments; or (in a step) the module does not take those that it
             is called with.
