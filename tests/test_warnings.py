@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from flax import nnx
 
 import fzero as fz
 import torch_bridge as tb
@@ -42,6 +43,14 @@ def halves() -> Any:
     return fz.init(model.with_init(rounded), optax.sgd(0.1), tiny.plan(data=1, precision="bf16"))
 
 
+def constants() -> Any:
+    """A step of a loss that calls the module itself, not the forward that it is given."""
+    module, plan, tx = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tiny.plan(data=1), optax.sgd(0.1)
+    model = fz.from_flax(module, lambda forward, batch: jnp.sum(module(batch)))
+    state = fz.init(model, tx, plan)
+    return fz.train_step(model, tx, plan)(state, jnp.ones((4, 2)))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -49,8 +58,9 @@ def halves() -> Any:
         (init, "no parameter of the model lies along it"),
         (halves, "have no float32 master"),
         (convert, "counts in values of Python"),
+        (constants, "the loss follows from no parameter"),
     ],
-    ids=["a plan", "a state", "16 bits", "a conversion"],
+    ids=["a plan", "a state", "16 bits", "a conversion", "constants"],
 )
 @pytest.mark.filterwarnings("default")
 def test_a_warning_points_to_the_users_line(call: Any, said: str) -> None:

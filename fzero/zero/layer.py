@@ -8,12 +8,20 @@ from typing import Any
 
 import jax
 
+from fzero.errors import warn
 from fzero.links import Context, Layer, Mean, apply_layer, layer_params, split_loss
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions
 from fzero.tree import PyTree
 from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
 from fzero.zero.weights import FetchedWeights, Secondary, Sums, trained_leaves
+
+
+_NO_GRADIENT = (
+    "training step: the loss follows from no parameter that is trained, so that all gradients are"
+    " 0. It has to compute with what it is given: loss(params, ...) with these params, and"
+    " loss(forward, ...) with this forward. A module or arrays from outside are constants"
+)
 
 
 @partial(
@@ -89,6 +97,8 @@ def layer_forward(
     )
     if end is not None:
         count, metrics, buffers = aux
+        if cell["pullback"].zero:
+            warn(_NO_GRADIENT)
         end.append(End(Mean(y, count), metrics))
         return saved, None, buffers
     y_rest, buffers = aux

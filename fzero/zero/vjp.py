@@ -123,6 +123,7 @@ class Pullback:
         known: those that are known arrays, with their index among these.
         residuals: the others that it reads, in order.
         ops: how the others follow from both.
+        zero: whether the function has primals, and its result follows from none of them.
     """
 
     treedef: Any
@@ -130,6 +131,7 @@ class Pullback:
     known: dict[Var, int]
     residuals: tuple[Var, ...]
     ops: tuple[Op, ...]
+    zero: bool
 
     @property
     def reads(self) -> list[int]:
@@ -199,6 +201,7 @@ def forward(
     else:
         flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
     out, aux, pulled_back = jax.tree.unflatten(jax.tree.structure(shapes), flat)
+    given = program.outputs[: len(jax.tree.leaves(out))]
     leaves = program.outputs[len(flat) - len(pulled_back) :]
     # (A leaf of the backward pass may be a number that no array stands for.)
     values.update((x, y) for x, y in zip(leaves, pulled_back, strict=True) if isinstance(x, Var))
@@ -208,8 +211,15 @@ def forward(
         ops, reads = _from_fewest(program, indices, free, leaves)
     residuals = tuple(var for var in reads if var not in indices)
     indices = {var: i for var, i in indices.items() if var in reads}
-    pullback = Pullback(pulled[-1], tuple(leaves), indices, residuals, ops)
+    zero = bool(program.inputs) and not _follows(program, given)
+    pullback = Pullback(pulled[-1], tuple(leaves), indices, residuals, ops, zero)
     return out, aux, pullback, [values[var] for var in residuals]
+
+
+def _follows(program: Program, outputs: Sequence[Any]) -> bool:
+    """Whether some outputs follow from any of a program's inputs."""
+    reads = [x for i in needed(program.ops, outputs) for x in program.ops[i].reads()]
+    return not set(program.inputs).isdisjoint(reads + [x for x in outputs if isinstance(x, Var)])
 
 
 def _movement(
