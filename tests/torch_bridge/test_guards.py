@@ -16,7 +16,6 @@ import pytest
 import torch
 from parity import check_parity
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -310,74 +309,6 @@ def test_iterators_that_are_not_pythons_own_are_left_alone() -> None:
     tb.convert(Late(step), X, train=False)
     gc.collect()
     assert not log.closed
-
-
-class DropsMore(nn.Module):
-    """Attention that drops more from call to call, in whatever mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = itertools.count(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one = x[None]
-        return F.scaled_dot_product_attention(one, one, one, dropout_p=next(self.rates) / 100)[0]
-
-
-def test_a_rate_that_changes_is_no_mode() -> None:
-    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
-        tb.convert(DropsMore(), X)
-
-
-class DropsByTurns(nn.Module):
-    """Drops in every other call, in whatever mode."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.turns = itertools.cycle((first, not first))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, 0.5, training=next(self.turns))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_dropout_by_turns_is_not_taken_for_the_mode(first: bool) -> None:
-    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
-        tb.convert(DropsByTurns(first), X)
-
-
-class Modes(nn.Module):
-    """Another function in each mode, though no operator says so."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2.0 if self.training else x * 3.0
-
-
-class Drops(nn.Module):
-    """Is told of the mode by two operators, of which attention's kernel has another layout then."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rate = 0.5 if self.training else 0.0
-        heads = F.dropout(x, 0.5, self.training).unflatten(-1, (2, 2)).transpose(0, 1)[None]
-        found = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=rate)
-        return found.transpose(1, 2).contiguous().flatten(-2)[0]
-
-
-@pytest.mark.parametrize(("module", "traces"), [(nn.Linear(4, 4), 2), (Drops(), 3), (Modes(), 4)])
-def test_modes_that_are_alike_are_traced_once_each(
-    module: nn.Module, traces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the trace of one mode is the second call of the other one's."""
-    export, count = torch.export.export, itertools.count(1)
-    monkeypatch.setattr(torch.export, "export", lambda *a, **k: (next(count), export(*a, **k))[1])
-    converted = tb.convert(module, X)
-    assert next(count) - 1 == traces
-    for train in (True, False)[isinstance(module, Drops) :]:
-        with torch.no_grad():
-            want = module.train(train)(X)
-        found = converted.apply(converted.params, {}, X.numpy(), train=train).output
-        # Sums of four products of size 1, in whatever order each library adds them.
-        np.testing.assert_allclose(found, want.numpy(), atol=5e-7)
 
 
 class Allocates(nn.Module):

@@ -183,7 +183,7 @@ def export_both(
     if not alike:
         # The mode that was traced last comes first: an odd number of calls lies between a trace and
         # its second one, so that what changes to and fro is seen.
-        again = (False,) if same and same_but_for_modes(one, other) else (False, True)
+        again = (False,) if same and same_but_for_modes(module, one, other) else (False, True)
     for train in again:
         if not traces[train].checked:
             with untouched(module, train), quiet():

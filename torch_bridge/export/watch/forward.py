@@ -12,7 +12,7 @@ import linecache
 import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -253,33 +253,39 @@ _OF_MODES: dict[Any, str] = {
     torch.ops.aten.alpha_dropout: "train",
     torch.ops.aten.feature_alpha_dropout: "train",
     torch.ops.aten.scaled_dot_product_attention: "dropout_p",
+    torch.ops.aten.batch_norm: "training",
 }
 
 
-def same_but_for_modes(train: ExportedProgram, evaluate: ExportedProgram) -> bool:
+def same_but_for_modes(
+    module: torch.nn.Module, train: ExportedProgram, evaluate: ExportedProgram
+) -> bool:
     """Whether two exports are one program, except for what operators are told of the mode."""
     one, other = _operations(train), _operations(evaluate)
+    rates = {v for m in module.modules() for v in vars(m).values() if isinstance(v, float)}
     return (
         _same_ends(train, evaluate)
         and len(one) == len(other)
-        and all(map(_same_but_for_mode, one, other))
+        and all(_same_but_for_mode(*both, rates) for both in zip(one, other, strict=True))
     )
 
 
-# What a kernel without dropout leaves contiguous, one with it need not.
-_LAYOUT = torch.ops.aten.contiguous.default
 _Operation = tuple[str, Any, dict[str, Any]]
 
 
 def _operations(program: ExportedProgram) -> list[_Operation]:
-    """The kind, target and arguments of all nodes, those of regions too; layouts left out."""
+    """The kind, target and arguments of all nodes, those of regions too.
+
+    Left out is what goes with a mode: a kernel without dropout leaves contiguous what one with it
+    need not, and a batch norm in training counts its calls in a buffer.
+    """
     modules = program.graph_module.modules()
     graphs = [m.graph for m in modules if isinstance(m, torch.fx.GraphModule)]
     numbers: dict[torch.fx.Node, str] = {}  # names count what a trace threw away, too
     found: list[_Operation] = []
     for node in (node for graph in graphs for node in graph.nodes):
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
-        if node.target is _LAYOUT:
+        if node.target is torch.ops.aten.contiguous.default or _counts_batches(node):
             numbers[node] = args[0]
             continue
         numbers[node] = f"%{len(found)}"
@@ -290,11 +296,18 @@ def _operations(program: ExportedProgram) -> list[_Operation]:
     return found
 
 
-def _same_but_for_mode(train: _Operation, evaluate: _Operation) -> bool:
+def _counts_batches(node: torch.fx.Node) -> bool:
+    adds_one = node.target is torch.ops.aten.add_.Tensor and node.args[1] == 1 and not node.users
+    return adds_one and str(node.args[0]).endswith("num_batches_tracked")
+
+
+def _same_but_for_mode(train: _Operation, evaluate: _Operation, rates: Collection[float]) -> bool:
     (*what, on), (*other, off) = train, evaluate
-    told = _OF_MODES.get(getattr(train[1], "overloadpacket", None))
-    if told is not None and on.get(told) and not off.get(told):
-        on, off = ({k: v for k, v in one.items() if k != told} for one in (on, off))
+    told = {_OF_MODES.get(getattr(train[1], "overloadpacket", None))} & on.keys()
+    if told and all(on[name] and not off.get(name) for name in told):
+        # `dropout(x, self.rate if self.training else 0.0, self.training)` says the mode twice.
+        told |= {"p"} if on.get("p") in rates else set()
+        on, off = ({k: v for k, v in one.items() if k not in told} for one in (on, off))
     return what == other and str(on) == str(off)
 
 
