@@ -303,11 +303,11 @@ def _counts_batches(node: torch.fx.Node) -> bool:
 
 def _same_but_for_mode(train: _Operation, evaluate: _Operation, rates: Collection[float]) -> bool:
     (*what, on), (*other, off) = train, evaluate
-    told = {_OF_MODES.get(getattr(train[1], "overloadpacket", None))} & on.keys()
-    if told and all(on[name] and not off.get(name) for name in told):
+    told = _OF_MODES.get(getattr(train[1], "overloadpacket", None))
+    if told is not None and on.get(told) and not off.get(told):
         # `dropout(x, self.rate if self.training else 0.0, self.training)` says the mode twice.
-        told |= {"p"} if on.get("p") in rates else set()
-        on, off = ({k: v for k, v in one.items() if k not in told} for one in (on, off))
+        both = {told, "p"} if on.get("p") in rates else {told}
+        on, off = ({k: v for k, v in one.items() if k not in both} for one in (on, off))
     return what == other and str(on) == str(off)
 
 
