@@ -298,7 +298,7 @@ def _operations(program: ExportedProgram) -> list[_Operation]:
 
 def _counts_batches(node: torch.fx.Node) -> bool:
     adds_one = node.target is torch.ops.aten.add_.Tensor and node.args[1] == 1 and not node.users
-    return adds_one and str(node.args[0]).endswith("num_batches_tracked")
+    return bool(adds_one) and str(node.args[0]).endswith("num_batches_tracked")
 
 
 def _same_but_for_mode(train: _Operation, evaluate: _Operation, rates: Collection[float]) -> bool:
