@@ -81,8 +81,11 @@ class Modes(nn.Module):
 
 
 class Drops(nn.Module):
-    """Is told of the mode by three operators, of which attention's kernel has another layout then,
-    dropout another rate, too, and a batch norm counts."""
+    """Is told of the mode by three operators.
+
+    In training attention's kernel has another layout, too, dropout another rate, and the batch norm
+    counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()

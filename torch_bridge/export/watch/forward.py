@@ -262,6 +262,7 @@ def same_but_for_modes(
 ) -> bool:
     """Whether two exports are one program, except for what operators are told of the mode."""
     one, other = _operations(train), _operations(evaluate)
+    # A rate that no module has comes from somewhere else, and may be another in the next call.
     rates = {v for m in module.modules() for v in vars(m).values() if isinstance(v, float)}
     return (
         _same_ends(train, evaluate)
@@ -297,6 +298,7 @@ def _operations(program: ExportedProgram) -> list[_Operation]:
 
 
 def _counts_batches(node: torch.fx.Node) -> bool:
+    """Whether this is a batch norm's count of its calls, which nothing of the forward reads."""
     adds_one = node.target is torch.ops.aten.add_.Tensor and node.args[1] == 1 and not node.users
     return bool(adds_one) and str(node.args[0]).endswith("num_batches_tracked")
 
