@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -171,6 +172,39 @@ def traced_platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = device or getattr(jax.config, "jax_default_device", None)
     return str(getattr(device, "platform", None) or device or jax.default_backend())
+
+
+def current_trace() -> Any:
+    """What JAX is tracing for, to be told from what it traces for later."""
+    from jax.extend import core  # slow
+
+    with core.take_current_trace() as trace:
+        return weakref.ref(trace)
+
+
+def derivatives_since(began: Any) -> list[Any] | None:
+    """The derivatives (`jax.grad`, `jax.jvp`) being taken that were not when `current_trace` was.
+
+    Returns:
+        They, innermost first, as `primal` takes them; None if JAX transforms by anything else.
+    """
+    from jax.extend import core  # slow
+
+    found: list[Any] = []
+    with core.take_current_trace() as trace:
+        while trace is not began():
+            if not hasattr(trace, "to_primal_tangent_pair"):
+                return None
+            found.append(trace)
+            trace = trace.parent_trace
+    return found
+
+
+def primal(value: Any, derivatives: Sequence[Any]) -> Any:
+    """A value as it is outside of derivatives, innermost first."""
+    for trace in derivatives:
+        value, _ = trace.to_primal_tangent_pair(value)
+    return value
 
 
 def nnx_graphs() -> AbstractContextManager[Any]:

@@ -522,6 +522,17 @@ def test_what_is_refused():
         model.loss(params, buffers, jnp.ones(2), jax.random.key(0), True)
 
 
+def test_scales_that_linen_takes_from_gradients_are_refused():
+    module = nn.Dense(2, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)
+    with pytest.raises(fz.StateError, match=r"'_overwrite_with_gradient'.*Plan\(precision='fp8'\)"):
+        fz.from_flax(module, loss, np.zeros((2, NUM_IN), np.float32))
+    bare = fz.from_flax(module, lambda forward, batch: jnp.mean(forward(batch)))
+    params, buffers = module.init(jax.random.key(0), jnp.ones((2, NUM_IN))), {}
+    buffers = {"_overwrite_with_gradient": params.pop("_overwrite_with_gradient")}
+    with pytest.raises(fz.StateError, match="would stay as they began"):
+        bare.loss(params["params"], buffers, jnp.ones((2, NUM_IN)), jax.random.key(0), True)
+
+
 def test_a_loss_of_other_arguments_is_refused_when_the_model_is_made():
     example = np.zeros((2, NUM_IN), np.float32)
     with pytest.raises(fz.PlanError, match=r"from_flax: .* loss\(forward, batch\), got .*train"):

@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import types
+import warnings
 
 import flax.struct
 import jax
@@ -256,14 +257,14 @@ def loss(forward, batch):
     return jnp.mean(forward(batch) ** 2)
 
 
-def called(make, loss=loss):
+def called(make, loss=loss, train=True):
     """The loss of one call, its gradients and the buffers after it."""
     model = fz.from_flax(make(nnx.Rngs(0)), loss)
     params, buffers = jax.tree.map(jnp.asarray, model.init)
 
     @jax.jit
     def total(params, rows):
-        mean, new, _ = model.loss(params, buffers, rows, jax.random.key(0), True)
+        mean, new, _ = model.loss(params, buffers, rows, jax.random.key(0), train)
         return mean.total / mean.count, new
 
     (value, new), grads = jax.value_and_grad(total, has_aux=True)(params, ROWS)
@@ -325,30 +326,26 @@ def test_what_an_intermediate_and_a_mode_are_is_said():
         called(Block, lambda forward, batch: jnp.mean(forward(batch, method="sum")))
 
 
-def test_buffers_are_not_written_within_a_transformation():
-    """Where their values would be lost; a random key that a module holds stays what it is."""
+def test_flags_that_training_switches_are_said():
+    """Those of a module that its maker, or its constructor, put into evaluation."""
 
-    def within(forward, batch):
-        return jnp.mean(jax.checkpoint(lambda x: forward(x))(batch) ** 2)
-
-    with pytest.raises(fz.StateError, match=r"transforms .*forward writes norm/mean, norm/var"):
-        called(Block, within)
-
-    def penalty(forward, batch):
-        return jnp.mean(jax.grad(lambda x: jnp.sum(forward(x) ** 3))(batch) ** 2)
-
-    jax.tree.map(np.testing.assert_array_equal, called(Block, penalty)[2], called(Block)[2])
-
-    class Draws(Block):
-        def __init__(self, rngs):
+    class Fixed(Block):
+        def __init__(self, rngs, train=None):
             super().__init__(rngs)
-            self.key = nnx.Variable(jax.random.key(0))
+            self.norm.use_running_average = True
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.own = train
 
-        def __call__(self, x):
-            return self.dense(x) + jax.random.normal(self.key[...], x.shape)
+        def train(self, **flags):
+            super().train(**flags)
+            self.norm.use_running_average = self.own is False
 
-    found, expected = called(Draws, within), called(Draws)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with pytest.warns(UserWarning, match=r"from_flax: norm/use_running_average=True: so the modu"):
+        called(Fixed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        called(functools.partial(Fixed, train=False))
+        called(Fixed, train=False)
 
 
 @pytest.mark.parametrize("make", [Block, Remat, Jitted, Reports, Stacked, Caches])

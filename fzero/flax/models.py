@@ -9,28 +9,39 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, FURTHER
-from fzero.compat import nnx_graphs
+from fzero.compat import current_trace, derivatives_since, nnx_graphs, primal
 from fzero.errors import PlanError, StateError, some_of
 from fzero.flax.nnx_calls import raw
 from fzero.flax.nnx_modules import NnxModule, take_apart
+from fzero.flax.python_state import Held
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
 from fzero.precision import called_with
+from fzero.programs.jaxprs import Program, needed
 from fzero.tree import PyTree, is_floating, named_leaves
 
 
 # What modules call the argument that tells training from evaluation, and its value in training.
 _FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+_TRANSFORMED = (
+    "from_flax: the loss calls forward within a function that JAX transforms (jax.checkpoint,"
+    " jax.jit, jax.vmap, a loop)"
+)
+_AS_IT_IS = (
+    "Call it as it is, on all rows (what is kept for the backward pass, a plan says:"
+    " Plan(remat='dots'))"
+)
 
 # `call(params, ctx, args, kwargs) -> (output, buffers)`: one call of a module.
 _Call = Callable[[PyTree, Context, tuple[Any, ...], dict[str, Any]], tuple[Any, PyTree]]
@@ -198,22 +209,47 @@ def _calls(
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
     """The module's calls in one pass, and what gives the buffers that the last one left."""
     current, num_calls = ctx.buffers, 0
-    trace = core.get_opaque_trace_state()
+    began = current_trace()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal current, num_calls
-        rng = jax.random.fold_in(ctx.rng, num_calls)
+        own = replace(ctx, rng=jax.random.fold_in(ctx.rng, num_calls), buffers=current)
         num_calls += 1
         args, kwargs = called_with((args, kwargs), params, dtype)
-        out, new = call(params, replace(ctx, rng=rng, buffers=current), args, kwargs)
-        # What `jax.grad` and `jax.jvp` follow holds its value of the trace around: none is lost.
-        followed = any(hasattr(leaf, "primal") for leaf in jax.tree.leaves((args, kwargs)))
-        if core.get_opaque_trace_state() != trace and not followed:
+        # A derivative holds the values that there are outside of it: of those none is lost.
+        derivatives = derivatives_since(began)
+        if derivatives is None:
+            _require_undrawn(call, params, own, args, kwargs)
+        out, new = call(params, own, args, kwargs)
+        if derivatives is None:
             _require_unwritten(current, new)
-        current = _as_before(current, new)
+        current = jax.tree.map(partial(primal, derivatives=derivatives or ()), new)
+        current = _as_before(own.buffers, current)
         return out
 
     return forward, lambda: current
+
+
+def _require_undrawn(
+    call: _Call, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses random numbers within a function that JAX traces once and runs several times."""
+
+    def results(key: jax.Array) -> list[Any]:
+        out = call(params, replace(ctx, rng=key), args, kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    came = Held.of((args, kwargs))
+    closed = jax.make_jaxpr(results)(ctx.rng)
+    came.put_back()  # the call is made once more
+    program = Program(closed.jaxpr, closed.consts)
+    (key,) = program.inputs
+    if any(key in program.ops[i].reads() for i in needed(program.ops, program.outputs)):
+        raise StateError(
+            f"{_TRANSFORMED}, and forward draws random numbers, which would be the same in each row"
+            f" and turn, and wherever the function is called. {_AS_IT_IS}, or draw none there"
+            " (deterministic=True; or random keys as an argument, one for each row or turn)"
+        )
 
 
 def _require_unwritten(old: PyTree, new: PyTree) -> None:
@@ -222,11 +258,9 @@ def _require_unwritten(old: PyTree, new: PyTree) -> None:
     written = [path for path, leaf in named_leaves(new) if leaf is not was.get(path)]
     if written:
         raise StateError(
-            "from_flax: the loss calls forward within a function that JAX transforms"
-            " (jax.checkpoint, jax.jit, jax.vmap, a loop), and forward writes"
-            f" {some_of(written, 4)}, which would be lost there. Call it as it is (what is kept"
-            " for the backward pass, a plan says: Plan(remat='dots')), or have the module leave"
-            " its buffers alone there (a BatchNorm: use_running_average=True)"
+            f"{_TRANSFORMED}, and forward writes {some_of(written, 4)}, which would be lost there."
+            f" {_AS_IT_IS}, or have the module leave its buffers alone there (a BatchNorm:"
+            " use_running_average=True)"
         )
 
 
@@ -322,9 +356,23 @@ def _linen_init(
         key = key if seed is None else seed_key(seed)
         chosen = _linen_mode(module, module.__call__, False)
         variables = unfreeze(chosen.init(key, *own_args, **own_kwargs))
+        _require_buffers(variables)
         return variables.pop("params", {}), variables
 
     return init
+
+
+def _require_buffers(collections: Mapping[str, Any]) -> None:
+    """Refuses what linen would have written by its gradient."""
+    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+    if OVERWRITE_WITH_GRADIENT in collections:
+        raise StateError(
+            f"from_flax: the module has the collection {OVERWRITE_WITH_GRADIENT!r} (products of 8"
+            " bits, flax.linen.fp8_ops), whose scales are taken from gradients, and here they would"
+            " stay as they began. Leave dot_general_cls out: Plan(precision='fp8') multiplies in 8"
+            " bits and keeps its own scales"
+        )
 
 
 def _unboxed(
@@ -348,6 +396,7 @@ def _linen_call(module: Any) -> _Call:
     def call(
         params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, PyTree]:
+        _require_buffers(ctx.buffers)
         kwargs = dict(kwargs)
         wanted, method = kwargs.pop("mutable", None), kwargs.pop("method", "__call__")
         function = _method(module, method)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.compat import is_key, key_bits
-from fzero.errors import StateError, some_of
+from fzero.errors import StateError, some_of, warn
 from fzero.flax.nnx_calls import Contents, NnxCall, checked_call, for_flax_alone, raw
-from fzero.flax.python_state import Path
+from fzero.flax.python_state import Path, named
 from fzero.links import Context
 from fzero.tree import PyTree, shape_of
 
@@ -47,11 +47,13 @@ class NnxModule:
         graphs: its structure in both modes.
         leaves: what is known of every leaf.
         reports: names of the `nnx.Intermediate`s that it was given with, which are left out.
+        switched: flags that it was given with in evaluation, and training switches.
     """
 
     graphs: Mapping[bool, Any]
     leaves: tuple[_NnxLeaf, ...]
     reports: frozenset[str]
+    switched: tuple[str, ...]
 
     def call(
         self, params: PyTree, ctx: Context, run: Callable[[Any, PyTree], Any], arguments: PyTree
@@ -68,6 +70,13 @@ class NnxModule:
         def filled(values: Mapping[Path, Any]) -> dict[Path, Any]:
             return {leaf.path: leaf.filled(values[leaf.path]) for leaf in self.leaves}
 
+        if ctx.train and self.switched:
+            warn(
+                f"from_flax: {some_of(self.switched, 4)}: so the module was given, and a training"
+                " step puts it into training mode, as module.train() does. If that is meant, call"
+                " it before from_flax; what stays as it is in evaluation says so where it is called"
+                " (self.norm(x, use_running_average=True)), or in a train() of the module's own"
+            )
         begun = {x.path: _fill(i, x, params, ctx) for i, x in enumerate(self.leaves)}
         own = [leaf.path for leaf in self.leaves if leaf.kind == "param"]
         asked = NnxCall(self.graphs[ctx.train], filled, begun, self._run(run), arguments)
@@ -116,7 +125,7 @@ def take_apart(module: Any) -> tuple[NnxModule, tuple[PyTree, PyTree]]:
 
     own = nnx.clone(module)
     popped = nnx.to_flat_state(nnx.pop(own, nnx.Intermediate))
-    graphs = _in_both_modes(own)
+    graphs, switched = _in_both_modes(own)
     streams = [node for _, node in nnx.iter_graph(own) if isinstance(node, nnx.RngStream)]
     drawn = {id(leaf): kind for x in streams for kind, leaf in (("key", x.key), ("count", x.count))}
     leaves: list[_NnxLeaf] = []
@@ -136,20 +145,22 @@ def take_apart(module: Any) -> tuple[NnxModule, tuple[PyTree, PyTree]]:
             copy.flags.writeable = False
             values[kind][leaves[-1].name] = copy
     initial = _nested(values["param"]), _nested(values["buffer"])
-    return NnxModule(graphs, tuple(leaves), frozenset(str(x[-1]) for x, _ in popped)), initial
+    reports = frozenset(str(path[-1]) for path, _ in popped)
+    return NnxModule(graphs, tuple(leaves), reports, switched), initial
 
 
-def _in_both_modes(module: Any) -> dict[bool, Any]:
-    """A module's structure in training and in evaluation."""
+def _in_both_modes(module: Any) -> tuple[dict[bool, Any], tuple[str, ...]]:
+    """A module's structure in training and in evaluation, and the flags it has of the latter."""
     from flax import nnx
 
-    graphs, shared = {}, []
+    graphs, changed, shared = {}, {}, []
     began = Contents.of(module)
     for train in (True, False):
         # These two set `deterministic` and `use_running_average` all the way down.
         _ = module.train() if train else module.eval()
         graphs[train] = nnx.graphdef(module)
         now = Contents.of(module)
+        changed[train] = began.python.changes(now.python)
         shared += began.written_for_all(now) + began.values_written(now)
     if shared:
         began.python.put_back()
@@ -159,7 +170,12 @@ def _in_both_modes(module: Any) -> dict[bool, Any]:
             " the forward reads, and variables are the same in both (a LoRA is merged where it is"
             " used, or after the training)"
         )
-    return graphs
+    switched = [
+        f"{named((*path, name))}={was}"
+        for (path, name), (was, _) in changed[True].items()
+        if (path, name) not in changed[False]
+    ]
+    return graphs, tuple(switched)
 
 
 def _array(path: Path, leaf: Any) -> Any:
