@@ -174,6 +174,13 @@ def traced_platform() -> str:
     return str(getattr(device, "platform", None) or device or jax.default_backend())
 
 
+def read_inputs(closed: Any) -> list[bool]:
+    """Which inputs of a program it takes to compute what it gives."""
+    from jax.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
+
+
 def current_trace() -> Any:
     """What JAX is tracing for, to be told from what it traces for later."""
     from jax.extend import core  # slow

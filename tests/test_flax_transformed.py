@@ -86,7 +86,7 @@ SEVERAL_TIMES = {
 def test_what_would_be_lost_or_repeated_is_refused(how):
     loss = SEVERAL_TIMES[how]
     for make in (Block, LinenBlock):
-        with pytest.raises(fz.StateError, match="draws random numbers, which would be the same"):
+        with pytest.raises(fz.StateError, match="draws random numbers, which each row"):
             called(make(dropped=True), loss)
         with pytest.raises(fz.StateError, match=r"forward writes .*/mean, .*/var, which"):
             called(make(normed=True), loss)

@@ -26,7 +26,7 @@ from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.blocks import Blocks
-from torch_bridge.structure.calls import Calls
+from torch_bridge.structure.calls import calls, finished
 from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
@@ -412,11 +412,9 @@ class Converted(Printed):
             def apply(buffers: Arrays, args: Any, kwargs: Any, key: Any) -> Applied:
                 return self._applied(computed, params, buffers, args, kwargs, key, train)
 
-            forward = Calls(apply, buffers, rng, train and self.within_capacity)
+            forward = calls(apply, buffers, rng, train and self.within_capacity)
             with tensors_told():
-                result = forward.told(loss(forward, batch))
-            value, metrics = result if isinstance(result, tuple) else (result, {})
-            return value, forward.buffers, metrics
+                return finished(forward, loss(forward, batch))
 
         initial = self.trained(self._params), dict(self._buffers)
         predict = partial(self._predict, predicting)

@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,30 +17,20 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, FURTHER
-from fzero.compat import current_trace, derivatives_since, nnx_graphs, primal
-from fzero.errors import PlanError, StateError, some_of
+from fzero.compat import nnx_graphs
+from fzero.errors import PlanError, StateError
 from fzero.flax.nnx_calls import raw
 from fzero.flax.nnx_modules import NnxModule, take_apart
-from fzero.flax.python_state import Held
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
 from fzero.precision import called_with
-from fzero.programs.jaxprs import Program, needed
+from fzero.programs.forward_calls import ForwardCalls
 from fzero.tree import PyTree, is_floating, named_leaves
 
 
 # What modules call the argument that tells training from evaluation, and its value in training.
 _FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
-
-_TRANSFORMED = (
-    "from_flax: the loss calls forward within a function that JAX transforms (jax.checkpoint,"
-    " jax.jit, jax.vmap, a loop)"
-)
-_AS_IT_IS = (
-    "Call it as it is, on all rows (what is kept for the backward pass, a plan says:"
-    " Plan(remat='dots'))"
-)
 
 # `call(params, ctx, args, kwargs) -> (output, buffers)`: one call of a module.
 _Call = Callable[[PyTree, Context, tuple[Any, ...], dict[str, Any]], tuple[Any, PyTree]]
@@ -189,79 +178,39 @@ def _model(
         _ctx: Context | None = None,
     ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
         own = Context(batch, rng, train, buffers)
-        forward, latest = _calls(call, params, own, _ctx and _ctx.dtype)
+        forward = _calls(call, params, own, _ctx and _ctx.dtype)
         mean, metrics = split_loss(loss(forward, batch, **asked_for(loss, _ctx or own)))
-        return mean, latest(), metrics
+        return mean, forward.left, metrics
 
     def outputs(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, _ctx: Context | None = None
     ) -> Any:
         assert predict is not None
         own = Context(batch, rng, False, buffers)
-        forward, _ = _calls(call, params, own, _ctx and _ctx.dtype)
+        forward = _calls(call, params, own, _ctx and _ctx.dtype)
         return predict(forward, batch, **asked_for(predict, _ctx or own))
 
     return Model(init, step_loss, predict=None if predict is None else outputs, shard=shard)
 
 
-def _calls(
-    call: _Call, params: PyTree, ctx: Context, dtype: Any
-) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """The module's calls in one pass, and what gives the buffers that the last one left."""
-    current, num_calls = ctx.buffers, 0
-    began = current_trace()
+def _calls(call: _Call, params: PyTree, ctx: Context, dtype: Any) -> ForwardCalls:
+    """The module's calls in one pass."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal current, num_calls
-        own = replace(ctx, rng=jax.random.fold_in(ctx.rng, num_calls), buffers=current)
-        num_calls += 1
+    def apply(
+        buffers: PyTree, key: jax.Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, PyTree]:
         args, kwargs = called_with((args, kwargs), params, dtype)
-        # A derivative holds the values that there are outside of it: of those none is lost.
-        derivatives = derivatives_since(began)
-        if derivatives is None:
-            _require_undrawn(call, params, own, args, kwargs)
-        out, new = call(params, own, args, kwargs)
-        if derivatives is None:
-            _require_unwritten(current, new)
-        current = jax.tree.map(partial(primal, derivatives=derivatives or ()), new)
-        current = _as_before(own.buffers, current)
-        return out
+        out, new = call(params, replace(ctx, rng=key, buffers=buffers), args, kwargs)
+        return out, _as_before(buffers, new)
 
-    return forward, lambda: current
+    return ForwardCalls(apply, ctx.buffers, ctx.rng, _refused)
 
 
-def _require_undrawn(
-    call: _Call, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuses random numbers within a function that JAX traces once and runs several times."""
-
-    def results(key: jax.Array) -> list[Any]:
-        out = call(params, replace(ctx, rng=key), args, kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
-
-    came = Held.of((args, kwargs))
-    closed = jax.make_jaxpr(results)(ctx.rng)
-    came.put_back()  # the call is made once more
-    program = Program(closed.jaxpr, closed.consts)
-    (key,) = program.inputs
-    if any(key in program.ops[i].reads() for i in needed(program.ops, program.outputs)):
-        raise StateError(
-            f"{_TRANSFORMED}, and forward draws random numbers, which would be the same in each row"
-            f" and turn, and wherever the function is called. {_AS_IT_IS}, or draw none there"
-            " (deterministic=True; or random keys as an argument, one for each row or turn)"
-        )
-
-
-def _require_unwritten(old: PyTree, new: PyTree) -> None:
-    """Refuses buffers that a function which JAX transforms would lose."""
-    was = dict(named_leaves(old))
-    written = [path for path, leaf in named_leaves(new) if leaf is not was.get(path)]
-    if written:
-        raise StateError(
-            f"{_TRANSFORMED}, and forward writes {some_of(written, 4)}, which would be lost there."
-            f" {_AS_IT_IS}, or have the module leave its buffers alone there (a BatchNorm:"
-            " use_running_average=True)"
-        )
+def _refused(told: str) -> StateError:
+    return StateError(
+        f"from_flax: {told}, or have the module do neither there: deterministic=True, or random"
+        " keys as an argument; a BatchNorm with use_running_average=True"
+    )
 
 
 def _as_before(old: PyTree, new: PyTree) -> PyTree:
@@ -278,7 +227,7 @@ def _as_before(old: PyTree, new: PyTree) -> PyTree:
         if path not in was or path not in now or kind(was[path]) != kind(now[path])
     ]
     if not changed:
-        return jax.tree.map(lambda a, b: b.astype(a.dtype), old, new)
+        return jax.tree.map(lambda a, b: b if b.dtype == a.dtype else b.astype(a.dtype), old, new)
     shown = "; ".join(
         f"{path}: {_told(was.get(path))} became {_told(now.get(path))}" for path in changed[:4]
     )
