@@ -326,6 +326,29 @@ def test_what_an_intermediate_and_a_mode_are_is_said():
         called(Block, lambda forward, batch: jnp.mean(forward(batch, method="sum")))
 
 
+@pytest.mark.parametrize("flag", ["train", "is_training"])
+def test_the_mode_reaches_flags_of_all_modules(flag):
+    """Also one with the name of `train()`, and not what a `train()` of its own says."""
+
+    class Part(nnx.Module):
+        def __init__(self):
+            setattr(self, flag, True)
+
+    class Whole(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.parts, self.training = nnx.List([Part()]), True
+
+        def eval(self, **flags):
+            super().eval(**flags)
+            self.training = True
+
+        def __call__(self, x):
+            return self.dense(x) * (2 if getattr(self.parts[0], flag) else 3) / self.training
+
+    np.testing.assert_allclose(called(Whole)[0] / 4, called(Whole, train=False)[0] / 9, 1e-6)
+
+
 def test_flags_that_training_switches_are_said():
     """Those of a module that its maker, or its constructor, put into evaluation."""
 

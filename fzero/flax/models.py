@@ -20,7 +20,7 @@ from fzero.axes import AXES, FURTHER
 from fzero.compat import nnx_graphs
 from fzero.errors import PlanError, StateError
 from fzero.flax.nnx_calls import raw
-from fzero.flax.nnx_modules import NnxModule, take_apart
+from fzero.flax.nnx_modules import FLAGS, NnxModule, take_apart
 from fzero.keys import seed_key
 from fzero.links import Context, Mean, Shard, asked_for, require_takes, split_loss
 from fzero.model import Model
@@ -28,9 +28,6 @@ from fzero.precision import called_with
 from fzero.programs.forward_calls import ForwardCalls
 from fzero.tree import PyTree, is_floating, named_leaves
 
-
-# What modules call the argument that tells training from evaluation, and its value in training.
-_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 # `call(params, ctx, args, kwargs) -> (output, buffers)`: one call of a module.
 _Call = Callable[[PyTree, Context, tuple[Any, ...], dict[str, Any]], tuple[Any, PyTree]]
@@ -84,8 +81,8 @@ def from_flax(
     Returns:
         The model. Training mode reaches the module by `train`, `training`, `is_training` or
         `deterministic` (the opposite) where the called method takes one of them and the loss does
-        not pass it; by a linen module's attribute of that name otherwise; and by
-        `module.train()` and `module.eval()` for nnx. How devices' buffers become one,
+        not pass it; by a linen module's attribute of that name otherwise; and for nnx by
+        `module.train()` and `module.eval()`, and attributes of those names in all modules. How devices' buffers become one,
         `dataclasses.replace(model, buffer_reduce=...)` says (see `fzero.Model`).
 
     Raises:
@@ -271,7 +268,7 @@ def _with_flag(
         ) from None
     flags = {
         name: train == in_training
-        for name, in_training in _FLAGS.items()
+        for name, in_training in FLAGS.items()
         if name in signature.parameters and name not in given
     }
     return {**kwargs, **flags}
@@ -282,7 +279,7 @@ def _linen_mode(module: Any, function: Callable[..., Any], train: bool) -> Any:
     taken = inspect.signature(function).parameters
     flags = {
         name: train == in_training
-        for name, in_training in _FLAGS.items()
+        for name, in_training in FLAGS.items()
         if name in getattr(module, "__dataclass_fields__", {})
         and name not in taken
         and isinstance(getattr(module, name), bool | None)

@@ -18,6 +18,10 @@ from fzero.links import Context
 from fzero.tree import PyTree, shape_of
 
 
+# What modules call the flag that tells training from evaluation, and its value in training.
+FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+
 @dataclass(frozen=True)
 class _NnxLeaf:
     """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
@@ -73,9 +77,10 @@ class NnxModule:
         if ctx.train and self.switched:
             warn(
                 f"from_flax: {some_of(self.switched, 4)}: so the module was given, and a training"
-                " step puts it into training mode, as module.train() does. If that is meant, call"
-                " it before from_flax; what stays as it is in evaluation says so where it is called"
-                " (self.norm(x, use_running_average=True)), or in a train() of the module's own"
+                " step puts it into training mode, as module.train() does. If that is meant, put it"
+                " into that mode before from_flax; what stays as it is in evaluation says so where"
+                " it is called (self.norm(x, use_running_average=True)), or in a train() of the"
+                " module's own"
             )
         begun = {x.path: _fill(i, x, params, ctx) for i, x in enumerate(self.leaves)}
         own = [leaf.path for leaf in self.leaves if leaf.kind == "param"]
@@ -156,8 +161,7 @@ def _in_both_modes(module: Any) -> tuple[dict[bool, Any], tuple[str, ...]]:
     graphs, changed, shared = {}, {}, []
     began = Contents.of(module)
     for train in (True, False):
-        # These two set `deterministic` and `use_running_average` all the way down.
-        _ = module.train() if train else module.eval()
+        _put_into_mode(module, train)
         graphs[train] = nnx.graphdef(module)
         now = Contents.of(module)
         changed[train] = began.python.changes(now.python)
@@ -176,6 +180,20 @@ def _in_both_modes(module: Any) -> tuple[dict[bool, Any], tuple[str, ...]]:
         if (path, name) not in changed[False]
     ]
     return graphs, tuple(switched)
+
+
+def _put_into_mode(module: Any, train: bool) -> None:
+    """Sets the flags of all modules in it, and calls its own `train()` or `eval()`."""
+    from flax import nnx
+
+    for _, node in nnx.iter_graph(module):
+        for name in FLAGS if isinstance(node, nnx.Module) else ():
+            if isinstance(vars(node).get(name, ()), bool | None):
+                setattr(node, name, train == FLAGS[name])
+    # A flag may have the name of the method. (Of flags that sets `use_running_average`, too.)
+    name = "train" if train else "eval"
+    own = getattr(type(module), name)
+    (own if callable(own) else getattr(nnx.Module, name))(module)
 
 
 def _array(path: Path, leaf: Any) -> Any:
