@@ -82,8 +82,9 @@ def from_flax(
         The model. Training mode reaches the module by `train`, `training`, `is_training` or
         `deterministic` (the opposite) where the called method takes one of them and the loss does
         not pass it; by a linen module's attribute of that name otherwise; and for nnx by
-        `module.train()` and `module.eval()`, and attributes of those names in all modules. How devices' buffers become one,
-        `dataclasses.replace(model, buffer_reduce=...)` says (see `fzero.Model`).
+        `module.train()` and `module.eval()`, and attributes of those names in all modules. How
+        devices' buffers become one, `dataclasses.replace(model, buffer_reduce=...)` says (see
+        `fzero.Model`).
 
     Raises:
         ImportError: flax is not installed.
