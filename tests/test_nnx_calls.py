@@ -335,6 +335,8 @@ def test_the_mode_reaches_flags_of_all_modules(flag):
             setattr(self, flag, True)
 
     class Whole(Block):
+        train = True  # in the place of the method
+
         def __init__(self, rngs):
             super().__init__(rngs)
             self.parts, self.training = nnx.List([Part()]), True
