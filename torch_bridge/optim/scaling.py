@@ -43,6 +43,14 @@ class ScaleByNadamState(NamedTuple):
     mu_product: Any
 
 
+class ScaleByRadamState(NamedTuple):
+    """State of RAdam: Adam's, which mean the same in no other optimizer."""
+
+    count: Any
+    mu: Any
+    nu: Any
+
+
 def scale_by_adam(
     b1: Any, b2: float, eps: float, amsgrad: bool = False
 ) -> optax.GradientTransformation:
@@ -103,10 +111,10 @@ def scale_by_radam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     """RAdam: Adam that divides by the running variance once it is one of enough gradients."""
     rectify = Rates(_rectifications(b2))
 
-    def init(params: Any) -> optax.ScaleByAdamState:
-        return optax.ScaleByAdamState(_zero(), _zeros(params), _zeros(params))
+    def init(params: Any) -> ScaleByRadamState:
+        return ScaleByRadamState(_zero(), _zeros(params), _zeros(params))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, ScaleByRadamState]:
         count, mu, nu = _moments(grads, state, b1, b2)
         first, second = _remaining(b1, count), jnp.sqrt(_remaining(b2, count))
         factor = rectify(count - 1)
@@ -116,7 +124,7 @@ def scale_by_radam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
             divided = mean * (_as(second, v) / (jnp.sqrt(v) + eps)) * _as(factor, m)
             return jnp.where(factor > 0, divided, mean)
 
-        return jax.tree.map(scaled, mu, nu), optax.ScaleByAdamState(count, mu, nu)
+        return jax.tree.map(scaled, mu, nu), ScaleByRadamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 

@@ -515,10 +515,14 @@ def test_state_beside_adams_is_not_left_out_without_a_word(tmp_path: Path) -> No
     several = waits.opt_state._replace(mini_step=waits.opt_state.mini_step + 1)
     with pytest.warns(UserWarning, match="gradients wait in optax.MultiSteps"):
         tb.save(tmp_path / "waits2", converted, waits.replace(opt_state=several), to="dcp")
-    momentum = tb.optimizer(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), converted)
-    state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), momentum, plan)
-    with pytest.warns(UserWarning, match="not of Adam, so that the file has the weights alone"):
-        tb.save(tmp_path / "momentum", converted, state, to="dcp")
+    for name, other in (
+        ("momentum", torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)),
+        ("radam", torch.optim.RAdam(module.parameters())),  # its moments are no AdamW's
+    ):
+        own = tb.optimizer(other, converted)
+        state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), own, plan)
+        with pytest.warns(UserWarning, match="not of Adam, so that the file has the weights alone"):
+            tb.save(tmp_path / name, converted, state, to="dcp")
 
 
 def test_a_schedule_that_a_trainer_would_begin_anew_is_named(tmp_path: Path) -> None:
