@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+import re
 import warnings
 from collections import deque
 from typing import Any
@@ -490,3 +491,38 @@ def test_nothing_of_a_trace_is_left_outside_of_a_module() -> None:
     np.testing.assert_allclose(converted(x), module(x).detach(), rtol=1e-6)
     assert torch.equal(BOX.last, module.kept())
     assert len(BOX.listed) == 2
+
+
+class AsksForGradients(nn.Module):
+    """What it asks comes to the same in training; a leaf says the same in evaluation, too."""
+
+    def __init__(self, question: Any) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(4, 2), question
+
+    def forward(self, x: Any) -> Any:
+        h = self.layer(x)
+        return h * 2 if self.question(self, h) else h
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (lambda self, h: torch.is_grad_enabled(), r"torch.is_grad_enabled\(\) in evaluation"),
+        (lambda self, h: h.requires_grad, "a tensor's requires_grad in evaluation"),
+        (lambda self, h: h.grad_fn is not None, "a tensor's grad_fn"),
+        (lambda self, h: h.is_leaf, "a tensor's is_leaf"),
+        (lambda self, h: self.training and torch.is_grad_enabled(), ""),
+        (lambda self, h: self.layer.weight.requires_grad, ""),
+        (lambda self, h: h.detach().requires_grad, ""),
+    ],
+)
+def test_a_question_whether_gradients_are_on_is_named_in_evaluation(
+    question: Any, said: str
+) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tb.convert(AsksForGradients(question), torch.ones(3, 4))
+    found = [str(one.message) for one in seen if one.category is tb.TracedBranchWarning]
+    assert len(found) == bool(said)
+    assert all(re.search(rf"users_code.py:\d+: .*asks {said}", one) for one in found)

@@ -6,7 +6,8 @@
 - `slopes`: gradients inside a forward, of one op each. `random_numbers`: how a forward draws.
 - `assigned`: buffers that a forward assigns anew. `distributions`: those of torch, unchecked;
   `checks_of_values`: what a forward raises about values.
-- `gradient_modes`: regions without gradients. `literals`: numbers of Python on the `meta` device.
+- `gradient_modes`: regions without gradients; `gradients_asked`: what asks whether there are any.
+- `literals`: numbers of Python on the `meta` device.
 - `numbers_as_places`: writes to places that a tensor of one number says.
 - `strides`: what a forward reads and writes by strides over memory.
 - `arrays`: tensors that share the memory of what a forward writes to.

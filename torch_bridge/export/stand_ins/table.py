@@ -35,6 +35,7 @@ from torch_bridge.export.stand_ins.distributions import unchecked_distributions
 from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
 from torch_bridge.export.stand_ins.gradient_modes import regions_without_gradients
+from torch_bridge.export.stand_ins.gradients_asked import gradients_asked
 from torch_bridge.export.stand_ins.literals import LITERALS, OF_SIZES
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
@@ -70,10 +71,12 @@ def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, packed: PackedSequences, rows: RewrittenRows) -> None:
+    def __init__(
+        self, packed: PackedSequences, rows: RewrittenRows, asked: dict[Any, Callable[..., Any]]
+    ) -> None:
         super().__init__()
         self.packed, self.rows = packed, rows
-        self.table = {**_TABLE, **packed.table, **rows.table}
+        self.table = {**_TABLE, **packed.table, **rows.table, **asked}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -134,10 +137,11 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _Mode(packed, rows), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
-            experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
-            causal_masks(), functional_gradients(), synchronized_batch_norms(), unseeded(),
-            assignments_written(module), unchecked_distributions(),
+            gradients_asked(module.training) as asked, _Mode(packed, rows, asked),
+            packed.told_to_layers(), packed.kept_inside(module),
+            replaced(own), experts_stand_ins(), older_experts(), state_space_stand_ins(),
+            adapter_stand_ins(), causal_masks(), functional_gradients(), unseeded(),
+            synchronized_batch_norms(), assignments_written(module), unchecked_distributions(),
         ):  # fmt: skip
             yield
     finally:
