@@ -51,9 +51,7 @@ def gradients_asked(training: bool) -> Iterator[dict[Any, Callable[..., Any]]]:
         def get(x: torch.Tensor) -> Any:
             if x.requires_grad and not x.is_leaf:
                 frame: Any = sys._getframe(1)
-                while (
-                    frame.f_code.co_name == "__torch_function__"
-                ):  # of this package's, and torch's
+                while frame.f_code.co_name == "__torch_function__":  # modes, torch.export's too
                     frame = frame.f_back
                 _note(f"a tensor's {name}", frame)
             return getter(x)
