@@ -384,7 +384,10 @@ def _export_most_dynamic(
             asked.clear()
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
-                program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
+                with _unmarked(inputs):
+                    program = torch.export.export(
+                        module, *inputs, dynamic_shapes=shapes, strict=False
+                    )
             except ConversionError as error:
                 raise ConversionError(f"{error}{_where(error, module)}") from error
             except Exception as error:
@@ -400,6 +403,20 @@ def _export_most_dynamic(
     assert last is not None
     args, kwargs = inputs
     raise ConversionError(_explain(last, mode, module, None if kwargs else args)) from last
+
+
+@contextlib.contextmanager
+def _unmarked(inputs: Any) -> Iterator[None]:
+    """Tensors stay as they are: where a try fails, torch.export leaves marks of sizes that are free
+    on them, which the next one would go by."""
+    tensors = [x for x in torch_pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    attributes = [dict(vars(x)) for x in tensors]
+    try:
+        yield
+    finally:
+        for x, own in zip(tensors, attributes, strict=True):
+            vars(x).clear()
+            vars(x).update(own)
 
 
 def _refuse_asked(places: Sequence[str], mode: str) -> None:

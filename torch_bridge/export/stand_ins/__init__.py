@@ -12,5 +12,6 @@
 - `strides`: what a forward reads and writes by strides over memory.
 - `arrays`: tensors that share the memory of what a forward writes to.
 - `embedding_norms`: embeddings that scale their weight as they are read (`max_norm=`).
+- `known_masks`: masks that follow from sizes, as indices.
 - `replacement`: attributes that are others for a while.
 """

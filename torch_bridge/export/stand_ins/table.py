@@ -36,6 +36,7 @@ from torch_bridge.export.stand_ins.embedding_norms import RewrittenRows
 from torch_bridge.export.stand_ins.experts import experts_stand_ins
 from torch_bridge.export.stand_ins.gradient_modes import regions_without_gradients
 from torch_bridge.export.stand_ins.gradients_asked import gradients_asked
+from torch_bridge.export.stand_ins.known_masks import KnownMasks
 from torch_bridge.export.stand_ins.literals import LITERALS, OF_SIZES
 from torch_bridge.export.stand_ins.older_experts import older_experts
 from torch_bridge.export.stand_ins.packed_sequences import PackedSequences
@@ -75,8 +76,8 @@ class _Mode(TorchFunctionMode):
         self, packed: PackedSequences, rows: RewrittenRows, asked: dict[Any, Callable[..., Any]]
     ) -> None:
         super().__init__()
-        self.packed, self.rows = packed, rows
-        self.table = {**_TABLE, **packed.table, **rows.table, **asked}
+        self.packed, self.rows, self.masks = packed, rows, KnownMasks()
+        self.table = {**_TABLE, **packed.table, **rows.table, **self.masks.table, **asked}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -86,11 +87,16 @@ class _Mode(TorchFunctionMode):
         args, kwargs = self.rows.as_they_are((args, kwargs or {}))
         refuse_own_generator(kwargs)
         note_of_a_try(func)
+        made = self.masks.made_by(func, args, kwargs)
+        if func is torch.Tensor.__getitem__ and made is None:
+            args = (args[0], self.masks.places(args[1]))
         try:
             out = self.table.get(func, func)(*args, **kwargs)
         except Exception as error:
             note_of_a_trace(error)
             raise
+        if made is not None:
+            self.masks.note(out, made)
         if isinstance(func, torch._ops.HigherOrderOperator) and not torch.is_grad_enabled():
             # torch.export forgets a no_grad region around what has graphs of its own.
             detach = torch.Tensor.detach
@@ -258,6 +264,26 @@ def _linear_cross_entropy(
 @_instead_of(torch.take, torch.Tensor.take)
 def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return input.reshape(-1)[index.reshape(-1)].reshape(index.shape)
+
+
+@_instead_of(torch.clamp, torch.clip, torch.Tensor.clamp, torch.Tensor.clip)
+def _clamp(input: torch.Tensor, min: Any = None, max: Any = None, **kwargs: Any) -> torch.Tensor:
+    return torch.clamp(input, *_bounds(input, min, max), **kwargs)
+
+
+@_instead_of(torch.clamp_, torch.clip_, torch.Tensor.clamp_, torch.Tensor.clip_)
+def _clamp_in_place(input: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
+    return torch.clamp_(input, *_bounds(input, min, max))
+
+
+def _bounds(input: torch.Tensor, *bounds: Any) -> tuple[Any, ...]:
+    """A number beside a tensor of one: PyTorch takes both for numbers, and asks the tensor."""
+    tensors = [b for b in bounds if isinstance(b, torch.Tensor)]
+    if len(tensors) != 1 or tensors[0].ndim or tensors[0].requires_grad or None in bounds:
+        return bounds
+    floats = any(isinstance(b, float) for b in bounds) or tensors[0].is_floating_point()
+    dtype = torch.result_type(input.new_empty(1), 1.0 if floats else 1)
+    return tuple(torch.as_tensor(b).to(dtype) for b in bounds)
 
 
 @_instead_of(torch.Tensor.polygamma_)
