@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import random
@@ -10,6 +11,7 @@ import warnings
 from collections import deque
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -526,3 +528,38 @@ def test_a_question_whether_gradients_are_on_is_named_in_evaluation(
     found = [str(one.message) for one in seen if one.category is tb.TracedBranchWarning]
     assert len(found) == bool(said)
     assert all(re.search(rf"users_code.py:\d+: .*asks {said}", one) for one in found)
+
+
+class CopiesItsLayers(nn.Module):
+    """Copies, the input's too, of which the original learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Any) -> Any:
+        return copy.deepcopy(self.norm)(self.layer(x)) + copy.deepcopy(self.layer)(copy.deepcopy(x))
+
+
+def test_deep_copies_are_memory_of_their_own() -> None:
+    module = CopiesItsLayers()
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    converted = tb.convert(module, x)
+    assert tb.parity(module, converted, x).agrees
+    _, buffers = converted.apply(converted.params, converted.buffers, x.numpy(), train=True)
+    jax.tree.map(np.testing.assert_array_equal, buffers, dict(converted.buffers))
+
+
+@pytest.mark.parametrize("name", ["clamp", "clip", "clamp_"])
+@pytest.mark.parametrize("bounds", [(-0.5, torch.tensor(0.5)), (torch.tensor(-1), 0.25)])
+def test_a_number_beside_a_tensor_of_one_is_a_bound(name: str, bounds: Any) -> None:
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Any) -> Any:
+            return getattr(x * self.scale, name)(*bounds)
+
+    x = torch.tensor([[-2.0, -1.0, -0.5, 0.0], [0.25, 0.5, 1.0, 3.0]])  # both bounds, too
+    assert tb.parity(Clamps(), tb.convert(Clamps(), x), x).agrees

@@ -131,6 +131,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
+        (torch.nn.Parameter, "__deepcopy__", _deep_copy),
         *ASSIGNMENTS,
         *RANDOM_NUMBERS,
         OF_SIZES,
@@ -284,6 +285,14 @@ def _bounds(input: torch.Tensor, *bounds: Any) -> tuple[Any, ...]:
     floats = any(isinstance(b, float) for b in bounds) or tensors[0].is_floating_point()
     dtype = torch.result_type(input.new_empty(1), 1.0 if floats else 1)
     return tuple(torch.as_tensor(b).to(dtype) for b in bounds)
+
+
+@_instead_of(torch.Tensor.__deepcopy__)
+def _deep_copy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Other memory, which nothing of the original learns of."""
+    if not x.is_leaf:
+        return x.__deepcopy__(memo)  # which PyTorch refuses
+    return memo.setdefault(id(x), x.detach().clone())
 
 
 @_instead_of(torch.Tensor.polygamma_)
