@@ -29,8 +29,9 @@ class Similar(nn.Module):
 
 def _in_place(sim: Any, n: int) -> Any:
     mask = torch.ones_like(sim, dtype=torch.bool)
+    whole = mask | mask
     mask.fill_diagonal_(False)
-    return sim[mask].view(n, -1)
+    return sim[mask].view(n, -1) * sim[mask ^ whole][:, None]
 
 
 def _shared(sim: Any, n: int) -> Any:
