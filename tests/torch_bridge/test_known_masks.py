@@ -49,6 +49,7 @@ PICKED = {
     "selected": lambda sim, n: torch.masked_select(sim[None], ~torch.eye(n, dtype=torch.bool)),
     "rows": lambda sim, n: sim[(torch.arange(n) % 2 == 0) & (torch.arange(n) > 0)],
     "beside another": lambda sim, n: sim[torch.arange(n) > 1, torch.tensor([1])],
+    "of a known one": lambda sim, n: sim[:, torch.arange(n)[torch.arange(n) > 1]],
     "literal": lambda sim, n: sim[:3, :3][:, torch.tensor([True, False, True])],
 }
 BY_DAY = ("all but oneself", "written in place", "of one another, often", "selected")

@@ -88,7 +88,7 @@ class _Mode(TorchFunctionMode):
         refuse_own_generator(kwargs)
         note_of_a_try(func)
         made = self.masks.made_by(func, args, kwargs)
-        if func is torch.Tensor.__getitem__ and made is None:
+        if func is torch.Tensor.__getitem__:
             args = (args[0], self.masks.places(args[1]))
         try:
             out = self.table.get(func, func)(*args, **kwargs)
