@@ -49,11 +49,6 @@ _FAKE_QUANTIZED = (
 )
 _TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 
-_SIZE_AS_KEY = (
-    "Sizes are free while a forward is traced, and cannot be looked up in a dict, a set or a cache."
-    " A function under functools.lru_cache can be called if it stands at the top of its file (not"
-    " in a class or an attribute); what is chosen by a size, choose with if and ==."
-)
 _ARGUMENTS = (
     "Arguments are tensors, Python's numbers and strings, None, and lists, tuples and dicts of"
     " these: float(x) for a number of NumPy; what else a forward takes, give it in a module around"
@@ -66,12 +61,10 @@ _OF_MEMORY = (
 )
 # What PyTorch says, and what to do then.
 _SAID = {
-    "unhashable type: non-nested SymInt": _SIZE_AS_KEY,
     "Unsupported input type": _ARGUMENTS,
     ".numpy() is not supported": _OF_MEMORY,
     "Cannot access data pointer": _OF_MEMORY,
     "its data is not allocated yet": "torch.tensor takes numbers; of tensors, torch.stack.",
-    "Cannot call numel()": "Say x.numel() * x.element_size() for x.nbytes.",
     "autocast must exit": "Say `with torch.autocast(...):` around what is to be cast.",
 }
 

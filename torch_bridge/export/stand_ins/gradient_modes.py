@@ -36,7 +36,7 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
         return enter_cast(self)
 
     def end_cast(self: Any, *error: Any) -> Any:
-        casts.pop()
+        casts[:] = [cast for cast in casts if cast is not self]  # PyTorch leaves what is left open
         return leave_cast(self, *error)
 
     def allowed(mode: bool) -> bool:
