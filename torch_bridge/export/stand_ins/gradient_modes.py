@@ -25,8 +25,11 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
     def allow(mode: bool) -> None:
         if mode == torch.is_grad_enabled():
             return
-        for cast in reversed(casts):
-            leave_cast(cast, None, None, None)
+        try:
+            for cast in reversed(casts):
+                leave_cast(cast, None, None, None)
+        except IndexError:  # the trace has ended with it open, of which PyTorch tells
+            casts.clear()
         torch._C._set_grad_enabled(mode)
         for cast in casts:
             enter_cast(cast)
@@ -36,7 +39,7 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
         return enter_cast(self)
 
     def end_cast(self: Any, *error: Any) -> Any:
-        casts[:] = [cast for cast in casts if cast is not self]  # PyTorch leaves what is left open
+        casts.pop()
         return leave_cast(self, *error)
 
     def allowed(mode: bool) -> bool:
