@@ -28,8 +28,9 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
         try:
             for cast in reversed(casts):
                 leave_cast(cast, None, None, None)
-        except IndexError:  # the trace has ended with it open, of which PyTorch tells
+        except IndexError as error:  # the trace has ended
             casts.clear()
+            raise RuntimeError("autocast must exit where it is entered") from error
         torch._C._set_grad_enabled(mode)
         for cast in casts:
             enter_cast(cast)
