@@ -131,7 +131,8 @@ class Plan(Boxed):
             zero=1 on, as the optimizer state is, and change no other number.
             `eval_step(which="ema")`, `fz.averaged` and `tb.save(which="ema")` use them.
         float8: which products of `precision="fp8"` run in 8 bits, and how they are scaled.
-        skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
+        skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient, or the float32
+            sum of their squares, is not finite.
             (fp16 always does, and lowers its loss scale.)
         deterministic: on GPUs, run after run gives the same bits: XLA takes only kernels that add
             in a fixed order, and by rule rather than by timing them, which is slower. (CPUs do so

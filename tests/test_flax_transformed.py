@@ -125,6 +125,29 @@ def test_derivatives_keep_what_is_written(how):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_a_function_that_jax_keeps_would_not_learn_of_later_buffers(transform):
+    module = LinenBlock(normed=True)
+
+    def evaluated(forward):
+        return transform(lambda x: forward(x, train=False))
+
+    def writes_between(forward, rows):
+        kept = evaluated(forward)
+        before = kept(rows)
+        forward(rows)
+        return square(kept(rows) - before)
+
+    def writes_before(forward, rows):
+        forward(rows)
+        kept = evaluated(forward)
+        return square(kept(rows)) + square(kept(rows))
+
+    with pytest.raises(fz.StateError, match=r"var afterwards, of which .*that write come first"):
+        called(module, writes_between)
+    assert np.isfinite(called(module, writes_before)[0])
+
+
 def test_a_key_that_a_module_holds_stays_what_it_is():
     class Draws(Block):
         def __init__(self):

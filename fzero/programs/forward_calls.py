@@ -38,7 +38,7 @@ class ForwardCalls:
         refused: Callable[[str], Exception],
     ) -> None:
         self._apply, self.left, self._rng, self._refused = apply, left, rng, refused
-        self._num_calls = 0
+        self._num_calls, self._kept = 0, False
         self._began = current_trace()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,16 @@ class ForwardCalls:
         if derivatives is None and key is not None and self._draws(key, args, kwargs):
             raise self._within("draws random numbers, which each row, turn and call would share")
         out, left = self._apply(self.left, key, args, kwargs)
-        if derivatives is None:
-            was = dict(named_leaves(self.left))
-            written = [path for path, leaf in named_leaves(left) if leaf is not was.get(path)]
-            if written:
-                raise self._within(f"writes {some_of(written, 4)}, which would be lost there")
+        was = dict(named_leaves(self.left))
+        written = [path for path, leaf in named_leaves(left) if leaf is not was.get(path)]
+        if written and derivatives is None:
+            raise self._within(f"writes {some_of(written, 4)}, which would be lost there")
+        if written and self._kept:
+            raise self._within(
+                f"writes {some_of(written, 4)} afterwards, of which the next call of that function,"
+                " which JAX keeps, would not learn: let the calls that write come first"
+            )
+        self._kept = self._kept or derivatives is None
         self.left = jax.tree.map(partial(primal, derivatives=derivatives or ()), left)
         return out
 

@@ -8,6 +8,8 @@ it, which is the same.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,12 +27,9 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
     def allow(mode: bool) -> None:
         if mode == torch.is_grad_enabled():
             return
-        try:
+        with _entered_and_left():
             for cast in reversed(casts):
                 leave_cast(cast, None, None, None)
-        except IndexError as error:  # the trace has ended
-            casts.clear()
-            raise RuntimeError("autocast must exit where it is entered") from error
         torch._C._set_grad_enabled(mode)
         for cast in casts:
             enter_cast(cast)
@@ -78,3 +77,12 @@ def regions_without_gradients() -> tuple[StandIn, ...]:
         (torch.autocast, "__enter__", begin_cast),
         (torch.autocast, "__exit__", end_cast),
     )
+
+
+@contextlib.contextmanager
+def _entered_and_left() -> Iterator[None]:
+    """What leaves casts that were open when a trace ended says so."""
+    try:
+        yield
+    except IndexError as error:
+        raise RuntimeError("autocast must exit where it is entered") from error
