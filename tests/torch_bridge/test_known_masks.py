@@ -78,7 +78,16 @@ def _seen_through_a_view(sim: Any, n: int) -> Any:
     return sim[mask]
 
 
-@pytest.mark.parametrize("picked", [_of_values, _seen_through_a_view, lambda sim, n: sim[sim > 0]])
+@pytest.mark.parametrize(
+    "picked",
+    [
+        _of_values,
+        _seen_through_a_view,
+        lambda sim, n: sim[(sim > 0).to(torch.bool)],
+        lambda sim, n: sim[sim.new_full((n, n), sim[0, 0].detach()) > 0],
+        lambda sim, n: sim[torch.eye(n, dtype=torch.bool) & (sim > 0)],
+    ],
+)
 def test_a_mask_of_values_is_refused(picked: Any) -> None:
     """So is one that was written to in another way than is followed."""
     with pytest.raises(ConversionError, match="depends on tensor values"):

@@ -15,6 +15,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_bridge.export.stand_ins.literals import LITERALS
+
 
 # By name, a method of a tensor's or not: what makes a tensor of numbers; of another one's shape and
 # dtype; and of the values of others.
@@ -32,7 +34,7 @@ _OF_VALUES = frozenset(
     """.split()  # noqa: SIM905
 )
 _TURNED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
-_PLAIN = (int, float, str, type(None), type(...), torch.dtype, torch.memory_format, torch.layout)
+_PLAIN = (int, float, type(None), type(...), torch.dtype, torch.memory_format, torch.layout)
 _FREE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -74,33 +76,29 @@ class KnownMasks:
     def made_by(self, function: Any, args: Any, kwargs: Any) -> _Made | None:
         """How what a function is about to give comes about, if that is known."""
         name = getattr(function, "__name__", "").strip("_")
-        shapes = name in _OF_SHAPES or name == "to"
-        if not (shapes or name in _OF_NUMBERS or name in _OF_VALUES or function in _TURNED):
-            return None
         free = False
 
         def known(leaf: Any) -> Any:
             nonlocal free
-            if isinstance(leaf, torch.Tensor):
-                made = self._of(leaf)
-                if made is None and shapes:
-                    made = _Made(torch.empty, ((tuple(leaf.shape),), {"dtype": leaf.dtype}), False)
-                    free = free or any(isinstance(size, _FREE) for size in leaf.shape)
+            if isinstance(leaf, torch.Tensor | _Made):
+                made = leaf if isinstance(leaf, _Made) else self._of(leaf)
                 if made is None:
                     raise _UnknownError
                 free = free or made.free
                 return made
             if isinstance(leaf, slice):
                 return slice(*map(known, (leaf.start, leaf.stop, leaf.step)))
-            if isinstance(leaf, _FREE):
-                free = True
-                return leaf
-            if isinstance(leaf, torch.device):
-                return torch.device("cpu")
-            if not isinstance(leaf, _PLAIN):
+            if isinstance(leaf, str | torch.device):
+                return "cpu"
+            free = free or isinstance(leaf, _FREE)
+            if not isinstance(leaf, _PLAIN + _FREE):
                 raise _UnknownError
             return leaf
 
+        if name in _OF_SHAPES and args and isinstance(args[0], torch.Tensor):
+            args = (_of_shape(args[0]), *args[1:])
+        elif not (name in _OF_NUMBERS or name in _OF_VALUES or function in _TURNED):
+            return None
         try:
             arguments = torch_pytree.tree_map(known, (args, kwargs))
         except _UnknownError:
@@ -130,7 +128,8 @@ class KnownMasks:
                 raise FreeSizesError
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 numbers = made.value({}).nonzero().T.tolist()
-            found += [torch.tensor(each, dtype=torch.int64, device=one.device) for each in numbers]
+            tensor = LITERALS[torch.tensor]
+            found += [tensor(each, dtype=torch.int64, device=one.device) for each in numbers]
         return tuple(found) if len(found) != 1 else found[0]
 
     def _selected(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -145,6 +144,12 @@ class KnownMasks:
     def _of(self, tensor: torch.Tensor) -> _Made | None:
         known = self._known.get(id(tensor))
         return known[2] if known and known[1] == tensor._version else None
+
+
+def _of_shape(x: torch.Tensor) -> _Made:
+    """A tensor of another's shape and dtype, whatever it holds."""
+    free = any(isinstance(size, _FREE) for size in x.shape)
+    return _Made(torch.empty, ((tuple(x.shape),), {"dtype": x.dtype}), free)
 
 
 class _UnknownError(Exception):
