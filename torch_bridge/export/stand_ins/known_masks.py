@@ -33,6 +33,7 @@ _OF_VALUES = frozenset(
     unsqueeze view xor
     """.split()  # noqa: SIM905
 )
+_NAMED = _OF_NUMBERS | _OF_SHAPES | _OF_VALUES
 _TURNED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
 _PLAIN = (int, float, type(None), type(...), torch.dtype, torch.memory_format, torch.layout)
 _FREE = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -95,9 +96,11 @@ class KnownMasks:
                 raise _UnknownError
             return leaf
 
-        if name in _OF_SHAPES and args and isinstance(args[0], torch.Tensor):
+        if args and isinstance(args[0], torch.Tensor) and self._of(args[0]) is None:  # most calls
+            if name not in _OF_SHAPES:
+                return None
             args = (_of_shape(args[0]), *args[1:])
-        elif not (name in _OF_NUMBERS or name in _OF_VALUES or function in _TURNED):
+        elif name not in _NAMED and function not in _TURNED:
             return None
         try:
             arguments = torch_pytree.tree_map(known, (args, kwargs))
