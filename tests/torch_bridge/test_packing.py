@@ -57,6 +57,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one():
     documents = [rng.integers(1, V, n).tolist() for n in (7, 4, 9, 2, 3, 10, 1)]
     packed = tb.pack(documents, length=12, rows=8, vocabulary=V)
     assert sum(map(len, documents)) == np.count_nonzero(packed["segments"])
+    assert packed["segments"].shape == (8, 12)
     assert packed["segments"].max() > 1  # some rows have several
     ids = torch.zeros(2, 12, dtype=torch.long)
     module = Decoder()
