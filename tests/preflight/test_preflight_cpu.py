@@ -32,6 +32,7 @@ from fzero.preflight.sweep import (
     parse_choices,
     sweep,
 )
+from fzero.preflight.tables import duration
 from fzero.preflight.topology import parse
 from fzero.report.placement import CLASSES
 from fzero.schedule.actions import Action
@@ -267,6 +268,11 @@ def test_the_page_needs_nothing_else_and_has_the_numbers(name, predicted):
         assert f"{count:,}" in words
     for c in found.collectives:
         assert c.kind in words
+    alone = found.traffic.exposed_seconds
+    beside = found.traffic.seconds / found.rates.link_share - alone
+    kernels = found.bounds.likely_seconds - alone
+    for what, long in (("kernels", kernels), ("hidden", beside), ("in the open", alone)):
+        assert (f"{what}: {duration(max(0.0, long))}" in words) is (found.pipeline is None)
     if found.pipeline is not None:
         assert read.tags.count("rect") >= len(found.pipeline.events)
 
