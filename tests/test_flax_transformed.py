@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fzero as fz
+from tests.support.one_call import called_once
 
 
 WIDTH = 4
@@ -45,19 +46,8 @@ def square(x):
 
 
 def called(module, loss, train=True):
-    """The loss of one call, its gradients and the buffers after it."""
     examples = (ROWS,) if isinstance(module, nn.Module) else ()
-    model = fz.from_flax(module, loss, *examples)
-    init = model.init(jax.random.key(0)) if callable(model.init) else model.init
-    params, buffers = jax.tree.map(jnp.asarray, init)
-
-    @jax.jit
-    def total(params, rows):
-        mean, new, _ = model.loss(params, buffers, rows, jax.random.key(0), train)
-        return mean.total / mean.count, new
-
-    (value, new), grads = jax.value_and_grad(total, has_aux=True)(params, ROWS)
-    return value, grads, new
+    return called_once(fz.from_flax(module, loss, *examples), ROWS, train)
 
 
 def alone(forward, batch):

@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fzero as fz
+from tests.support.one_call import called_once
 
 
 WIDTH = 4
@@ -258,17 +259,7 @@ def loss(forward, batch):
 
 
 def called(make, loss=loss, train=True):
-    """The loss of one call, its gradients and the buffers after it."""
-    model = fz.from_flax(make(nnx.Rngs(0)), loss)
-    params, buffers = jax.tree.map(jnp.asarray, model.init)
-
-    @jax.jit
-    def total(params, rows):
-        mean, new, _ = model.loss(params, buffers, rows, jax.random.key(0), train)
-        return mean.total / mean.count, new
-
-    (value, new), grads = jax.value_and_grad(total, has_aux=True)(params, ROWS)
-    return value, grads, new
+    return called_once(fz.from_flax(make(nnx.Rngs(0)), loss), ROWS, train)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,17 @@ class TestLossScale:
         tiny.same_bits(state.buffers, before)
         assert int(state.buffers["seen"]) == 1
 
+    def test_a_norm_that_overflows_skips_a_step_as_a_gradient_does(self):
+        """Squares of 1e20 are beyond float32, those of 1e18 are not."""
+        sums = lambda p, b, batch, rng, train: (jnp.mean(batch * p["w"]), b, {})  # noqa: E731
+        model = fz.Model(lambda key: ({"w": jnp.zeros(2)}, {}), sums)
+        one = fz.Plan(data=1, skip_nonfinite=True)
+        for size, skipped in ((1e18, 0), (1e20, 1)):
+            state, go = fz.init(model, TX, one), fz.train_step(model, TX, one)
+            state, metrics = go(state, np.full((2, 2), size, np.float32))
+            assert float(metrics["skipped"]) == skipped
+            assert bool(np.any(state.params["w"])) is not bool(skipped)
+
     def test_growth_after_the_window(self):
         soon = plan("fp16", 3).replace(loss_scale=fz.LossScaling(growth_steps=3))
         go = fz.train_step(MODEL, TX, soon, donate=False)

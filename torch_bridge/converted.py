@@ -348,9 +348,10 @@ class Converted(Printed):
                 that and a dict of metrics. `forward(*args, **kwargs)` is the module with the
                 step's parameters, buffers, key and mode bound; called several times, each call
                 has its own randomness and sees the buffers that the one before left, for which a
-                forward that writes any is called as it is. What the loss reads of the batch is as
-                it came. A chain runs the module once: there, `forward` is called once, as it is
-                (within `jax.checkpoint` or `jax.jit`, but not mapped nor differentiated).
+                forward that writes or draws is called as it is, or within `jax.grad`. What the loss
+                reads of the batch is as it came. A chain runs the module once: there, `forward` is
+                called once, as it is (within `jax.checkpoint` or `jax.jit`, but not mapped nor
+                differentiated).
                 `"module"`: the module returns its own loss for a batch (transformers: where it has
                 `labels`), as `loss`, as the only output or the first one; a batch holds what it is
                 called with. That is a mean over the rows of one device, which all count alike.

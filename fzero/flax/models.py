@@ -303,14 +303,14 @@ def _linen_init(
         key = key if seed is None else seed_key(seed)
         chosen = _linen_mode(module, module.__call__, False)
         variables = unfreeze(chosen.init(key, *own_args, **own_kwargs))
-        _require_buffers(variables)
+        _require_no_scales(variables)
         return variables.pop("params", {}), variables
 
     return init
 
 
-def _require_buffers(collections: Mapping[str, Any]) -> None:
-    """Refuses what linen would have written by its gradient."""
+def _require_no_scales(collections: Mapping[str, Any]) -> None:
+    """Refuses the scales of 8 bits, for which linen takes gradients."""
     from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
     if OVERWRITE_WITH_GRADIENT in collections:
@@ -343,7 +343,7 @@ def _linen_call(module: Any) -> _Call:
     def call(
         params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, PyTree]:
-        _require_buffers(ctx.buffers)
+        _require_no_scales(ctx.buffers)
         kwargs = dict(kwargs)
         wanted, method = kwargs.pop("mutable", None), kwargs.pop("method", "__call__")
         function = _method(module, method)

@@ -41,7 +41,7 @@ def finished(forward: ForwardCalls, result: Any) -> tuple[Any, dict[str, Any], d
     """What a loss gives, the buffers after all calls, and metrics with what was dropped."""
     left = dict(forward.left)
     if _DROPPED in left:
-        result = told(result, [left.pop(_DROPPED)])
+        result = told(result, left.pop(_DROPPED))
     value, metrics = result if isinstance(result, tuple) else (result, {})
     return value, left, metrics
 

@@ -174,7 +174,7 @@ def _taken_apart(traced: _Traced, leaves: Sequence[Any], graphs: Graphs, train: 
         }
         out = _evaluate(closed, leaves, closed.jaxpr.outvars, known)
         result = jax.tree.unflatten(jax.tree.structure(shapes), out)
-        return told(result, [outputs[-1]]) if counts(call.mode) else result
+        return told(result, outputs[-1]) if counts(call.mode) else result
 
     inputs = dict(zip(traced.names, given, strict=True))
     arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]

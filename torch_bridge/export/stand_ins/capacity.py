@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -120,12 +120,12 @@ def counts(mode: Any) -> bool:
     return mode.out_spec.context is Counted
 
 
-def told(result: Any, dropped: Sequence[Any]) -> Any:
+def told(result: Any, dropped: Any) -> Any:
     """What a loss gives, with the share that was dropped as a metric.
 
     Args:
         result: a loss, or that and a dict of metrics.
-        dropped: of each call of the forward, as in `Counted`.
+        dropped: of all calls of the forward, as in `Counted`.
 
     Raises:
         ConversionError: the loss has a metric of that name.
@@ -136,5 +136,5 @@ def told(result: Any, dropped: Sequence[Any]) -> Any:
             f"the loss has a metric {METRIC!r}, the name of what experts drop"
             " (tb.convert(capacity=...)); give it another name"
         )
-    total, count = sum(dropped)
+    total, count = dropped
     return value, {**metrics, METRIC: Mean(total, count)}
